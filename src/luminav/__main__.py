@@ -1,0 +1,7 @@
+"""``python -m luminav``: the command line."""
+
+import sys
+
+from luminav.cli import main
+
+sys.exit(main())

@@ -1,0 +1,97 @@
+"""What an engine is given, and what an engine is.
+
+The optimizer sorts the parameters of a step into batches: same group, device, dtype and step count, so that a batch
+has one set of step numbers. Engines see local tensors only; they know nothing of groups, process groups or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from luminav.hyperparameters import Options
+from luminav.rounding import NoiseKey
+from luminav.rule import Scalar, StepNumbers
+
+
+@dataclass
+class TensorStep:
+    """One parameter's share of a step: its tensors, all of the parameter's shape, and its noise."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor | None
+    master_param: Tensor | None
+    """FP32 master weight of a 16-bit parameter; None where the parameter holds the weight itself."""
+    noise_key: NoiseKey
+    first_index: int = 0
+    """Row-major index of the first local element in the unsharded parameter."""
+
+    @property
+    def weight(self) -> Tensor:
+        """The tensor that holds the weight in full: the master if there is one, else the parameter."""
+        return self.param if self.master_param is None else self.master_param
+
+
+@dataclass
+class Batch:
+    """Tensors that share options, device, dtypes and step numbers."""
+
+    options: Options
+    numbers: StepNumbers
+    steps: list[TensorStep]
+    skip: Tensor | None = None
+    """0-dim bool on the device: True leaves weights and state as they were (an overflowed step). None is False."""
+    rms_denominator: Tensor | None = field(default=None, repr=False)
+    """With buffer=1: FP64, one number per tensor, set between the two measurements."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.steps[0].param.device
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return self.steps[0].param.dtype
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the element arithmetic: FP64 for FP64 parameters, else FP32."""
+        return torch.float64 if self.param_dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the update needs of each tensor: c and s, FP32, shape [number of tensors]."""
+
+    cautious: Tensor
+    bound: Tensor
+
+    def step_sizes(self, lr: Scalar) -> Tensor:
+        """η·c·s in FP64, one number per tensor."""
+        return self.cautious.to(torch.float64) * self.bound.to(torch.float64) * lr
+
+
+class Engine(Protocol):
+    """The three verbs of a step. `measure…` change nothing; `update` writes weights and state.
+
+    Each takes all batches of the step, so that an engine may serve them in one launch.
+    """
+
+    name: str
+
+    def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """With buffer=1: Σ m̃² and the number of elements per tensor, FP64, [tensors, 2] for each batch."""
+        ...
+
+    def measure(self, batches: Sequence[Batch]) -> list[Tensor]:
+        """The sums of :class:`luminav.rule.Sums`, FP64, [tensors, NUM_SUMS] for each batch."""
+        ...
+
+    def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
+        """Store new weights and moments; with `gather` return the sums of :meth:`measure`, else an empty list."""
+        ...

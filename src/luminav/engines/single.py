@@ -1,0 +1,229 @@
+"""The reference engine: the rule, tensor by tensor, piece by piece, in plain torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from luminav import rule
+from luminav.engines.batch import Batch, Scales, TensorStep
+from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
+from luminav.rounding import (
+    MASTER_CAP_BF16,
+    Noise,
+    finite_part,
+    largest_finite,
+    nearest,
+    round_finite_,
+    special_factor,
+)
+
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+# Which tensor of a step a bundle loads or stores.
+def _param(step: TensorStep) -> Tensor:
+    return step.param
+
+
+def _grad(step: TensorStep) -> Tensor:
+    return step.grad
+
+
+def _exp_avg(step: TensorStep) -> Tensor:
+    return step.exp_avg
+
+
+def _exp_avg_sq(step: TensorStep) -> Tensor | None:
+    return step.exp_avg_sq
+
+
+def _weight(step: TensorStep) -> Tensor:
+    return step.weight
+
+
+def known_finite(flat: Tensor) -> bool:
+    """Whether all elements are known to be finite, without waiting for a device: on the CPU a sum tells it.
+
+    The sum costs a tenth of a count, and saves the passes that treat non-finite elements.
+    """
+    return flat.device.type == "cpu" and math.isfinite(flat.sum().item())
+
+
+class _Grad(NamedTuple):
+    """A bundle's gradient: `raw` as it came, `clean` as the rule sees it. Neither is written to."""
+
+    raw: Tensor
+    clean: Tensor
+    finite: bool
+
+    @classmethod
+    def load(cls, batch: Batch, bundle: Bundle) -> _Grad:
+        raw = bundle.load(_grad, batch.compute_dtype)
+        finite, scale = known_finite(raw), batch.numbers.grad_scale
+        as_it_is = finite and not isinstance(scale, Tensor) and scale == 1.0
+        return cls(raw, raw if as_it_is else rule.clean_grad(raw, batch.numbers), finite)
+
+
+class _Weight(NamedTuple):
+    """A bundle's weights with 0 for non-finite ones, and what puts those back (None if there are none)."""
+
+    finite: Tensor
+    special: Tensor | None
+
+    @classmethod
+    def load(cls, batch: Batch, bundle: Bundle) -> _Weight:
+        weight = bundle.load(_weight, batch.compute_dtype)
+        if known_finite(weight):
+            return cls(weight, None)
+        finite = finite_part(weight)
+        return cls(finite, special_factor(weight, finite))
+
+
+class SingleEngine:
+    """Works on one piece of one tensor at a time; see :class:`luminav.engines.batch.Engine` for the three verbs."""
+
+    name = "single"
+    pack = False
+    """Whether pieces of several tensors are worked on side by side."""
+
+    def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return [self._measure_lookahead(batch) for batch in batches]
+
+    def measure(self, batches: Sequence[Batch]) -> list[Tensor]:
+        return [self._measure(batch) for batch in batches]
+
+    def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
+        sums = [self._update(batch, scale, gather) for batch, scale in zip(batches, scales, strict=True)]
+        return [table for table in sums if table is not None]
+
+    def _bundles(self, batch: Batch) -> Iterator[Bundle]:
+        return bundles(batch.steps, piece_limit(batch.device), pack=self.pack)
+
+    def _measure_lookahead(self, batch: Batch) -> Tensor:
+        table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
+        for bundle in self._bundles(batch):
+            grad_share = _Grad.load(batch, bundle).clean * batch.numbers.one_minus_beta1
+            exp_avg = rule.momentum(bundle.load(_exp_avg, batch.compute_dtype), grad_share, batch.numbers)
+            ahead = rule.lookahead(exp_avg, grad_share, batch.numbers)
+            for piece, part in zip(bundle.pieces, bundle.split(ahead), strict=True):
+                table[piece.tensor, 0] += part.to(torch.float64).square_().sum()
+                table[piece.tensor, 1] += piece.numel
+        return table
+
+    def _measure(self, batch: Batch) -> Tensor:
+        table = torch.zeros(len(batch.steps), rule.NUM_SUMS, dtype=torch.float64, device=batch.device)
+        for bundle in self._bundles(batch):
+            grad = _Grad.load(batch, bundle)
+            way = self._direction(batch, bundle, grad.clean)
+            weight = _Weight.load(batch, bundle)
+            add_sums_(table, bundle, grad, way, weight.finite)
+        return table
+
+    def _update(self, batch: Batch, scales: Scales, gather: bool) -> Tensor | None:
+        table = (
+            torch.zeros(len(batch.steps), rule.NUM_SUMS, dtype=torch.float64, device=batch.device) if gather else None
+        )
+        step_sizes = scales.step_sizes(batch.numbers.lr)
+        for bundle in self._bundles(batch):
+            grad = _Grad.load(batch, bundle)
+            way = self._direction(batch, bundle, grad.clean)
+            weight = _Weight.load(batch, bundle)
+            if table is not None:
+                add_sums_(table, bundle, grad, way, weight.finite)
+            step_size = bundle.spread(step_sizes, batch.compute_dtype)
+            govern = batch.param_dtype == torch.float16
+            change = rule.delta(way.kept_direction, weight.finite, step_size, batch.options, govern=govern)
+            moved = rule.decay_and_move(weight.finite, change, batch.numbers)
+            store(batch, bundle, way, moved, weight.special)
+        return table
+
+    def _direction(self, batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
+        """Load the moments and go as far as the gated direction."""
+        dual = batch.options.buffer == 2
+        return rule.direction(
+            grad,
+            bundle.load(_exp_avg, batch.compute_dtype),
+            bundle.load(_exp_avg_sq, batch.compute_dtype) if dual else None,
+            batch.numbers,
+            batch.options,
+            largest=largest_finite(present(batch.steps[0].exp_avg_sq).dtype) if dual else math.inf,
+            rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
+        )
+
+
+def add_sums_(table: Tensor, bundle: Bundle, grad: _Grad, way: rule.Direction, weight: Tensor) -> None:
+    """Add a bundle's share of the sums to the rows of its tensors."""
+    numel = [table.new_tensor(size) for size in bundle.sizes]
+    columns = rule.Sums(
+        kept=numel if way.keep is None else bundle.sum(way.keep),  # type: ignore[arg-type]
+        direction_sq=bundle.sum(way.kept_direction.square()),  # type: ignore[arg-type]
+        param_sq=bundle.sum(weight.square()),  # type: ignore[arg-type]
+        numel=numel,  # type: ignore[arg-type]
+        nonfinite=count_nonfinite(bundle, grad),  # type: ignore[arg-type]
+    )
+    for piece, *row in zip(bundle.pieces, *columns, strict=True):
+        table[piece.tensor] += torch.stack(row)
+
+
+def count_nonfinite(bundle: Bundle, grad: _Grad) -> list[Tensor]:
+    """Number of non-finite elements of each piece, FP64."""
+    if grad.finite:
+        return [torch.zeros((), dtype=torch.float64)] * len(bundle.pieces)
+    return bundle.sum(torch.isfinite(grad.raw).logical_not_())
+
+
+# ---- storage (section 7 of the rule): every store saturates, then rounds -------------------------------------------
+
+
+def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, special: Tensor | None) -> None:
+    """Write the new moments and weights of a bundle.
+
+    Args:
+        batch: The batch, whose options choose the rounding.
+        bundle: Where to write.
+        way: The new moments. Overwritten.
+        weight: The new weights, with 0 for those that were not finite. Overwritten.
+        special: What puts the weights that were not finite back, :func:`luminav.rounding.special_factor`; None if all
+            were finite.
+    """
+    noise = noise_of(batch, bundle)
+    limit = largest_finite(batch.steps[0].exp_avg.dtype)
+    store_moment(batch, bundle, _exp_avg, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
+    if way.exp_avg_sq is not None:
+        store_moment(batch, bundle, _exp_avg_sq, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
+    lr, unless = batch.numbers.lr, batch.skip
+    if isinstance(lr, Tensor):
+        unless = lr == 0 if unless is None else unless | (lr == 0)
+    elif lr == 0:
+        return  # bit-equal, −0 included
+    if batch.steps[0].master_param is None:
+        limit = largest_finite(batch.param_dtype)
+        rounded = round_finite_(
+            weight.clamp_(-limit, limit), batch.param_dtype, None if noise is None else noise.weight
+        )
+        bundle.store(_param, rounded if special is None else rounded.mul_(special), unless)
+    else:
+        limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
+        master = weight.clamp_(-limit, limit)
+        if special is not None:
+            master.mul_(special)
+        bundle.store(_weight, master, unless)
+        bundle.store(_param, nearest(master, batch.param_dtype), unless)
+
+
+def store_moment(batch: Batch, bundle: Bundle, of: Select, moment: Tensor, noise: Tensor | None) -> None:
+    """Write one moment, already saturated, in its storage dtype."""
+    bundle.store(of, round_finite_(moment, present(of(batch.steps[0])).dtype, noise), batch.skip)
+
+
+def noise_of(batch: Batch, bundle: Bundle) -> Noise | None:
+    """The bundle's rounding noise; None if nothing is rounded stochastically."""
+    stored = [batch.steps[0].exp_avg] + ([] if batch.steps[0].master_param is not None else [batch.steps[0].param])
+    if not batch.options.stochastic_rounding or not any(tensor.dtype in SIXTEEN_BIT for tensor in stored):
+        return None
+    return bundle.noise(exp_avg_sq=batch.steps[0].exp_avg_sq is not None)

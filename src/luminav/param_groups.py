@@ -1,0 +1,57 @@
+"""Parameter groups with and without weight decay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_NORMS: tuple[type[nn.Module], ...] = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.LocalResponseNorm,
+    nn.modules.batchnorm._NormBase,
+)
+_EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+
+
+def param_groups(
+    model: nn.Module, weight_decay: float = 8e-2, *, decay_embeddings: bool = True, **options: Any
+) -> list[dict[str, Any]]:
+    """Split a model's trainable parameters into a group with weight decay and one without.
+
+    Biases, the parameters of normalisation layers and every other parameter with fewer than two dimensions get no
+    decay. A weight that several modules share appears once; it counts as an embedding only if every module that owns
+    it is one, so an output layer tied to the embedding decays.
+
+    Args:
+        model: The model. Frozen parameters (``requires_grad=False``) are left out.
+        weight_decay: Decay λ of the first group.
+        decay_embeddings: Whether embedding tables decay.
+        **options: Further options for both groups, such as ``lr``.
+
+    Returns:
+        Groups for :class:`luminav.LuminaV` or any torch optimizer, the decaying one first; an empty one is left out.
+        Parameters keep the model's order within a group.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+                owners.setdefault(param, []).append((module, name))
+    decaying: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for param, places in owners.items():
+        (decaying if _decays(param, places, decay_embeddings) else plain).append(param)
+    groups = [
+        {"params": decaying, "weight_decay": weight_decay, **options},
+        {"params": plain, "weight_decay": 0.0, **options},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _decays(param: nn.Parameter, places: list[tuple[nn.Module, str]], decay_embeddings: bool) -> bool:
+    if param.ndim < 2 or any(isinstance(module, _NORMS) or name.endswith("bias") for module, name in places):
+        return False
+    return decay_embeddings or not all(isinstance(module, _EMBEDDINGS) for module, _ in places)

@@ -1,0 +1,284 @@
+"""THE RULE: what one optimizer step computes, in plain torch. Read this first.
+
+The functions work on flat floating-point tensors in the arithmetic dtype (FP32; FP64 for FP64 parameters) and leave
+their inputs as they are unless the name ends in an underscore. They come in the order of a step:
+
+    clean_grad → momentum → lookahead → variance → direction → cautious_mask        (measure and update)
+    → cautious_scale, bound_scale                                                   (scales)
+    → step → cliff_governor → decay                                                 (update)
+
+Single numbers are in :class:`StepNumbers`. The update is that of LuminaV (Lumina Moon, 2026; doi 10.57967/hf/10270).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from luminav.hyperparameters import Options
+
+Scalar: TypeAlias = float | Tensor
+"""A Python float, or a 0-dim tensor when the step count lives on the device (or one value per element)."""
+
+SMALLEST_DENOMINATOR = 1e-12  # keeps m̃/σ defined while every moment is zero
+FP16_EPS = 1e-4  # eps below this vanishes beside FP16 values
+COORDINATE_FLOOR = 1e-4  # a zero weight may still move by ρ·√1e-4 = ρ/100 in a step
+COORDINATE_RANGE = 1e18  # squares stay finite; beyond it B·tanh(Δ/B) = Δ to the last bit
+TANH_RANGE = 20.0  # tanh is ±1 to the last bit of FP64 beyond it, and exp(40) is finite
+LINEAR_BELOW = 1e-4  # tanh(r)/r = 1 − r²/3 is 1 in FP32
+CLIFF_RATIO, CLIFF_FLOOR = 0.01, 1.5e-4  # FP16 weights: at most 1 % a step, or 1.5e-4 near zero
+SMALLEST_RADIUS = 1e-30  # a bound that underflowed would divide 0 by 0
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of one parameter's step, worked out once in FP64; tensor arithmetic rounds them once."""
+
+    lr: Scalar
+    decay: Scalar
+    """1 − η·λ."""
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    eps: float
+    """ε, raised for FP16 parameters."""
+    sigma_scale: Scalar
+    """τ·b₁/√b₂, the factor of √v."""
+    sigma_floor: Scalar
+    """ε·τ·b₁."""
+    grad_scale: Scalar
+    """What a gradient is multiplied by: 1, −1 to maximise, 1/scale under a loss scaler."""
+
+
+def step_numbers(
+    step: Scalar | int, lr: Scalar, options: Options, dtype: torch.dtype, grad_scale: Scalar
+) -> StepNumbers:
+    """The numbers of step `step` (1, 2, …).
+
+    Args:
+        step: Step count of the parameter: an int, or a 0-dim FP64 tensor.
+        lr: Learning rate: a float, or a 0-dim FP64 tensor.
+        options: The group's options.
+        dtype: Dtype of the parameter; FP16 raises eps.
+        grad_scale: Factor on the gradient, sign included.
+
+    Returns:
+        Floats, or 0-dim FP64 tensors where `step` or `lr` is one.
+    """
+    beta1, beta2 = options.betas
+    bias_correction1 = 1.0 - beta1 ** (step + 1)  # of the look-ahead: m̃ is one step ahead
+    bias_correction2 = 1.0 - beta2**step
+    eps = max(options.eps, FP16_EPS) if dtype == torch.float16 else options.eps
+    return StepNumbers(
+        lr=lr,
+        decay=1.0 - lr * options.weight_decay,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        eps=eps,
+        sigma_scale=options.tau * bias_correction1 / bias_correction2**0.5,
+        sigma_floor=eps * options.tau * bias_correction1,
+        grad_scale=grad_scale,
+    )
+
+
+# ---- gradient and moments ----------------------------------------------------------------------------------------
+
+
+def clean_grad(grad: Tensor, numbers: StepNumbers) -> Tensor:
+    """The gradient as the rule sees it: unscaled, signed, 0 for non-finite elements."""
+    return torch.nan_to_num(grad, 0.0, 0.0, 0.0).mul_(numbers.grad_scale)
+
+
+def momentum(exp_avg: Tensor, grad_share: Tensor, numbers: StepNumbers) -> Tensor:
+    """m ← β₁·m + (1−β₁)·g, given (1−β₁)·g."""
+    return (exp_avg * numbers.beta1).add_(grad_share)
+
+
+lookahead = momentum
+"""m̃ = β₁·m + (1−β₁)·g with the new m: the momentum's own formula once more."""
+
+
+def variance(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
+    """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`."""
+    innovation = (grad - exp_avg).square_().mul_(numbers.one_minus_beta2)
+    return innovation.add_(exp_avg_sq * numbers.beta2).clamp_max_(largest)
+
+
+# ---- direction and gate --------------------------------------------------------------------------------------------
+
+
+def tanh_(x: Tensor) -> Tensor:
+    """tanh in place, as e/(e+2) with e = exp(2x) − 1: within 2 ulp, and half the time of ``torch.tanh`` on the CPU."""
+    e = x.clamp_(-TANH_RANGE, TANH_RANGE).mul_(2.0).expm1_()
+    return e.div_(e + 2.0)
+
+
+def dual_direction(lookahead: Tensor, exp_avg_sq: Tensor, numbers: StepNumbers) -> Tensor:
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁."""
+    sigma = exp_avg_sq.sqrt().mul_(numbers.sigma_scale).add_(numbers.sigma_floor).clamp_min_(SMALLEST_DENOMINATOR)
+    return tanh_(torch.div(lookahead, sigma, out=sigma))
+
+
+def single_direction(lookahead: Tensor, rms_denominator: Scalar, alpha_ss: float) -> Tensor:
+    """u = tanh(z / (1 + α·|z|)) with z = m̃ / max(τ·rms + ε·τ·b₁, 1e-12)."""
+    z = lookahead / rms_denominator
+    return tanh_(z.div_(z.abs().mul_(alpha_ss).add_(1.0)))
+
+
+def cautious_mask(lookahead: Tensor, grad: Tensor) -> Tensor:
+    """1 where m̃ and g have the same non-zero sign, else 0.
+
+    The product is taken of numbers scaled up by 1/(smallest normal number), so it cannot underflow. Where a factor
+    overflows, the sign of the product is still right, and ∞·0 = NaN compares as "not kept", as it should.
+    """
+    upscale = 1.0 / torch.finfo(grad.dtype).tiny
+    product = (lookahead * upscale).mul_(grad * upscale)
+    return torch.gt(product, 0.0, out=product)
+
+
+class Direction(NamedTuple):
+    """What a step needs of one tensor, before its scales are known."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor | None
+    keep: Tensor | None
+    """The gate, 0 or 1; None without one."""
+    kept_direction: Tensor
+    """keep·u."""
+
+
+def direction(
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor | None,
+    numbers: StepNumbers,
+    options: Options,
+    *,
+    largest: float,
+    rms_denominator: Scalar | None = None,
+) -> Direction:
+    """Sections gradient to gate in one: the new moments, unrounded, and the gated direction.
+
+    Args:
+        grad: The clean gradient.
+        exp_avg: Momentum before the step.
+        exp_avg_sq: Variance before the step; None with buffer=1.
+        numbers: The step's numbers.
+        options: The group's options.
+        largest: Where the variance saturates: the largest finite value of its storage dtype.
+        rms_denominator: With buffer=1, :func:`single_denominator` of the tensor.
+    """
+    grad_share = grad * numbers.one_minus_beta1
+    new_exp_avg = momentum(exp_avg, grad_share, numbers)
+    ahead = lookahead(new_exp_avg, grad_share, numbers)
+    if exp_avg_sq is None:
+        assert rms_denominator is not None
+        new_exp_avg_sq = None
+        u = single_direction(ahead, rms_denominator, options.alpha_ss)
+    else:
+        new_exp_avg_sq = variance(exp_avg_sq, new_exp_avg, grad, numbers, largest)
+        u = dual_direction(ahead, new_exp_avg_sq, numbers)
+    keep = cautious_mask(ahead, grad) if options.cautious else None
+    return Direction(new_exp_avg, new_exp_avg_sq, keep, u if keep is None else u.mul_(keep))
+
+
+# ---- scales: a few numbers per tensor, in FP64 ---------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """Columns of the sums over whole tensors, FP64, one row per tensor."""
+
+    kept: Tensor
+    """Σ keep, exact."""
+    direction_sq: Tensor
+    """Σ (keep·u)²."""
+    param_sq: Tensor
+    """Σ p² before the step, non-finite weights as 0."""
+    numel: Tensor
+    nonfinite: Tensor
+    """Number of non-finite gradient elements."""
+
+    @classmethod
+    def of(cls, table: Tensor) -> Sums:
+        """The columns of a table [tensors, NUM_SUMS]."""
+        return cls(*table.unbind(1))
+
+
+NUM_SUMS = len(Sums._fields)
+
+
+def single_denominator(lookahead_sq: Tensor, numel: Tensor, numbers: StepNumbers, options: Options) -> Tensor:
+    """max(τ·rms + ε·τ·b₁, 1e-12) with rms = √(mean(m̃²) + ε), per tensor; rms is rounded to FP32."""
+    mean = lookahead_sq / numel.clamp_min(1.0)
+    rms = (mean + numbers.eps).sqrt().clamp_max(torch.finfo(torch.float32).max).to(torch.float32).to(torch.float64)
+    return (rms * options.tau + numbers.sigma_floor).clamp_min(SMALLEST_DENOMINATOR)
+
+
+def cautious_scale(sums: Sums, options: Options) -> Tensor:
+    """c = 1 / clamp(mean(keep), γ, 1), FP32; 1 without the gate and for an empty tensor."""
+    if not options.cautious:
+        return torch.ones_like(sums.kept, dtype=torch.float32)
+    density = (sums.kept / sums.numel.clamp_min(1.0)).clamp(options.cautious_clamp_min, 1.0)
+    return torch.where(sums.numel > 0, 1.0 / density, 1.0).to(torch.float32)
+
+
+def bound_scale(sums: Sums, cautious_scale: Tensor, lr: Scalar, options: Options) -> Tensor:
+    """s = tanh(r)/r with r = η·‖d‖₂ / (ρ·max(‖p‖₂, 1)), FP32; 1 unless the bound is radial."""
+    if not (options.bound and options.bound_type == "radial"):
+        return torch.ones_like(cautious_scale)
+    radius = sums.param_sq.sqrt().clamp_min(1.0) * options.bound_ratio
+    r = sums.direction_sq.sqrt() * cautious_scale.to(torch.float64) * lr / radius
+    return torch.where(r < LINEAR_BELOW, 1.0, torch.tanh(r) / r).to(torch.float32)
+
+
+def blend(kept: Tensor, now: Tensor, ema_decay: float) -> Tensor:
+    """One-pass mode's memory of a scale: κ·kept + (1−κ)·now, FP32."""
+    return (kept.to(torch.float64) * ema_decay + now.to(torch.float64) * (1.0 - ema_decay)).to(torch.float32)
+
+
+# ---- step, governor, decay -----------------------------------------------------------------------------------------
+
+
+def delta(kept_direction: Tensor, param: Tensor, step_size: Scalar, options: Options, *, govern: bool) -> Tensor:
+    """Δ, how far each weight moves, from the gated direction.
+
+    Args:
+        kept_direction: keep·u. Overwritten.
+        param: The weights before the step, non-finite ones as 0.
+        step_size: η·c·s, one number per tensor.
+        options: The group's options.
+        govern: Whether the parameter is FP16, so that the cliff governor applies.
+    """
+    change = kept_direction.mul_(step_size)
+    if options.bound and options.bound_type == "coordinate":
+        change = soft_limit_(change, coordinate_radius(param, options.bound_ratio))
+    return cliff_governor_(change, param) if govern else change
+
+
+def coordinate_radius(param: Tensor, bound_ratio: float) -> Tensor:
+    """B = ρ·√(p² + 1e-4)."""
+    p = param.clamp(-COORDINATE_RANGE, COORDINATE_RANGE)
+    return p.square_().add_(COORDINATE_FLOOR).sqrt_().mul_(bound_ratio)
+
+
+def soft_limit_(change: Tensor, radius: Tensor) -> Tensor:
+    """Δ ← B·tanh(Δ/B), with B at least 1e-30. Overwrites both."""
+    radius.clamp_min_(SMALLEST_RADIUS)
+    return tanh_(change.div_(radius)).mul_(radius)
+
+
+def cliff_governor_(change: Tensor, param: Tensor) -> Tensor:
+    """FP16 weights: B = max(0.01·|p|, 1.5e-4), Δ ← B·tanh(Δ/B)."""
+    return soft_limit_(change, param.abs().mul_(CLIFF_RATIO).clamp_min_(CLIFF_FLOOR))
+
+
+def decay_and_move(param: Tensor, change: Tensor, numbers: StepNumbers) -> Tensor:
+    """p ← p·(1 − η·λ) − Δ."""
+    return (param * numbers.decay).sub_(change)

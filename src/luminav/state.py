@@ -1,0 +1,273 @@
+"""What is kept per parameter, in which dtype; checkpoints in and out.
+
+:data:`STATE` is the one table of state tensors: creation, loading, moving between devices and the documentation read
+it. Everything in it reaches a checkpoint, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from luminav.hyperparameters import OPTIONS, Options
+from luminav.rounding import nearest
+
+logger = logging.getLogger("luminav")
+
+ParamState: TypeAlias = dict[str, Any]
+
+_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def has_master(param: Tensor, options: Options) -> bool:
+    """Whether an FP32 master weight is kept: for 16-bit parameters only, others are their own master."""
+    return options.master_weights != "none" and param.dtype in _SIXTEEN_BIT
+
+
+def moment_dtype(param: Tensor, options: Options) -> torch.dtype:
+    """Storage dtype of exp_avg and exp_avg_sq."""
+    return torch.float32 if options.master_weights == "full" and param.dtype in _SIXTEEN_BIT else param.dtype
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One kind of state."""
+
+    key: str
+    meaning: str
+    wanted: Callable[[Tensor, Options], bool]
+    """Whether a parameter under these options keeps it."""
+    dtype: Callable[[Tensor, Options], torch.dtype]
+    start: Callable[[Tensor, torch.dtype], Tensor] | None
+    """Its first value; None if the first exact step makes it."""
+    per_element: bool = True
+    """Shaped like the parameter; otherwise 0-dim."""
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _copy_of_weight(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return _zeros(param, dtype).copy_(param.detach())
+
+
+STATE: tuple[StateTensor, ...] = (
+    StateTensor(
+        "step",
+        "number of steps taken, int64",
+        wanted=lambda param, options: True,
+        dtype=lambda param, options: torch.int64,
+        start=lambda param, dtype: torch.zeros((), dtype=dtype),
+        per_element=False,
+    ),
+    StateTensor(
+        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=moment_dtype, start=_zeros
+    ),
+    StateTensor(
+        "exp_avg_sq",
+        "variance v of grad − exp_avg",
+        wanted=lambda param, options: options.buffer == 2,
+        dtype=moment_dtype,
+        start=_zeros,
+    ),
+    StateTensor(
+        "master_param",
+        "FP32 master weight",
+        wanted=has_master,
+        dtype=lambda param, options: torch.float32,
+        start=_copy_of_weight,
+    ),
+    StateTensor(
+        "cautious_scale",
+        "kept c of one-pass mode",
+        wanted=lambda param, options: options.fused_single_pass,
+        dtype=lambda param, options: torch.float32,
+        start=None,
+        per_element=False,
+    ),
+    StateTensor(
+        "bound_scale",
+        "kept s of one-pass mode",
+        wanted=lambda param, options: options.fused_single_pass,
+        dtype=lambda param, options: torch.float32,
+        start=None,
+        per_element=False,
+    ),
+)  # fmt: skip
+
+KEPT_SCALES = ("cautious_scale", "bound_scale")
+
+
+def conform(state: ParamState, param: Tensor, options: Options, *, step_on_device: bool) -> None:
+    """Make a parameter's state what the mode prescribes, in place: create, convert, move or drop.
+
+    Serves a parameter's first step, a group whose mode was switched, ``model.to(...)`` and state brought back from
+    another device. Values that are already right are not touched.
+
+    Args:
+        state: The parameter's state, possibly empty.
+        param: The parameter.
+        options: Its group's options.
+        step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
+    """
+    for kind in STATE:
+        if not kind.wanted(param, options):
+            state.pop(kind.key, None)
+            continue
+        dtype = kind.dtype(param, options)
+        value = state.get(kind.key)
+        if value is None:
+            if kind.start is None:
+                continue
+            value = kind.start(param, dtype)
+        on_cpu = kind.key == "step" and not step_on_device
+        device = torch.device("cpu") if on_cpu else param.device
+        if value.dtype != dtype or value.device != device:
+            value = value.to(device=device, dtype=dtype)
+        state[kind.key] = value
+
+
+def adopt_edits(param: Tensor, master: Tensor) -> None:
+    """Re-make the master weights of those elements that were changed from outside.
+
+    An element whose weight still is its master's nearest value keeps the master, so loading a model and an optimizer
+    checkpoint in either order loses nothing.
+
+    Args:
+        param: The 16-bit parameter.
+        master: Its FP32 master weight. Changed in place where the parameter was edited.
+    """
+    weight = param.detach().to(torch.float32)
+    edited = nearest(master, param.dtype) != weight
+    master.copy_(torch.where(edited, weight, master))
+
+
+# ---- loading -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A parameter's entry in a file on its way through ``Optimizer.load_state_dict``.
+
+    The base class casts every tensor it sees to the parameter's dtype, which would round FP32 state to BF16; it passes
+    on what is neither a tensor nor a container.
+    """
+
+    entry: Mapping[str, Any]
+
+
+def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        if "tau" not in group:
+            raise ValueError(
+                f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
+                "moments mean something else, so start from fresh state instead."
+            )
+    entries = state_dict["state"]
+    sealed = {key: Sealed(entry) if isinstance(entry, Mapping) else entry for key, entry in entries.items()}
+    return {**state_dict, "state": sealed}
+
+
+def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A group from a file, with the options that belong to the running process left as they are.
+
+    Args:
+        saved: The group in the file. Not changed.
+        current: The optimizer's own group of that number.
+        number: For the log.
+
+    Returns:
+        The group to continue with. Differences in the rule's options are logged.
+    """
+    group = dict(saved)
+    for name, option in OPTIONS.items():
+        if option.process or name not in group:
+            group[name] = current[name]
+    if group["buffer"] == 1 and group["fused_single_pass"]:
+        group["fused_single_pass"] = False
+        logger.warning(
+            "param_groups[%d]: buffer=1 has no one-pass mode; the loaded group continues in exact mode.", number
+        )
+    Options.from_group(group)  # refuses before anything has changed
+    changed = [name for name in OPTIONS if name != "process_group" and _differ(group[name], current[name])]
+    for name in changed:
+        level = logging.INFO if name == "lr" else logging.WARNING  # a scheduler's lr differs in every resumed run
+        logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
+                   group[name], current[name])  # fmt: skip
+    return group
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return float(a) != float(b)
+    return bool(a != b)
+
+
+def loaded_state(entry: Mapping[str, Any], param: Tensor, options: Options, where: str) -> ParamState | None:
+    """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
+
+    Args:
+        entry: The entry, of this version or of the public 1.3.x package. Not changed, not aliased.
+        param: The parameter it belongs to.
+        options: The options of its group, after loading.
+        where: How messages name the entry.
+
+    Returns:
+        The state, or None if the parameter had taken no step.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape than the parameter.
+    """
+    entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
+    step = _step_count(entry.get("step"), where)
+    if step == 0:
+        return None
+    state: ParamState = {"step": torch.tensor(step)}
+    for kind in STATE:
+        value = entry.get(kind.key)
+        if kind.key == "step" or not kind.wanted(param, options):
+            continue
+        if value is None:
+            if kind.key in ("exp_avg", "exp_avg_sq"):
+                raise ValueError(f"{where} has no {kind.key!r}, which buffer={options.buffer} needs.")
+            continue  # conform() makes a missing master from the weight; a missing pair means an exact step
+        state[kind.key] = _private_copy(torch.as_tensor(value), param, kind, kind.dtype(param, options), where)
+    return state
+
+
+def _private_copy(value: Tensor, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str) -> Tensor:
+    if not kind.per_element:
+        return value.detach().reshape(()).to(device=param.device, dtype=dtype, copy=True)
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{where}: {kind.key!r} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}. "
+            "Is the file from another model, or are the parameters in another order?"
+        )
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value.detach())
+
+
+def _step_count(step: Any, where: str) -> int:
+    """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
+    if step is None:
+        return 0
+    number = step.item() if isinstance(step, Tensor) else step
+    if number != int(number) or number < 0:
+        raise ValueError(f"{where}: 'step' must be a whole number >= 0, got {step!r}.")
+    return int(number)
+
+
+def _migrate_1_3(entry: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Read the layout of the public luminav 1.3.x: c and s are items 3 and 4 of a five-element ``scratch``."""
+    scratch = entry.pop("scratch", None)
+    entry.pop("buf_count", None)
+    if isinstance(scratch, Tensor) and scratch.numel() == 5 and options.fused_single_pass:
+        entry.setdefault("cautious_scale", scratch[3])
+        entry.setdefault("bound_scale", scratch[4])
+    return entry

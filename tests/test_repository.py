@@ -130,8 +130,10 @@ LEVELS = {
     "hyperparameters": 0,
     "rule": 1,
     "rounding": 1,
+    "layout": 1,
     "engines": 2,
     "state": 3,  # these serve the optimizer
+    "assembly": 3,
     "distributed": 3,
     "planner": 3,
     "diagnostics": 3,
@@ -144,7 +146,16 @@ LEVELS = {
 PUBLIC_NAMES = 5
 """Level of `from luminav import LuminaV`, which is the whole package but the command line."""
 
-ABOVE_THE_ENGINES = {"state", "distributed", "planner", "optimizer", "gradient_release", "cli", "param_groups"}
+ABOVE_THE_ENGINES = {
+    "state",
+    "assembly",
+    "distributed",
+    "planner",
+    "optimizer",
+    "gradient_release",
+    "cli",
+    "param_groups",
+}
 
 
 def imports(path: Path, *, runtime_only: bool = False) -> Iterator[str]:

@@ -44,9 +44,12 @@ def _number(name: str, value: Any, expected: str, inside: Callable[[float], bool
     """Return `value` as a float that is `inside` and finite, or raise with what was expected."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+    if isinstance(value, (bool, str, Tensor)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number {expected}, got {value!r}.")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the range of floats
+        number = math.inf
     if not (math.isfinite(number) and inside(number)):
         raise ValueError(f"{name} must be {expected}, got {value!r}.")
     return number

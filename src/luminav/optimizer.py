@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav import rule
 from luminav.assembly import (
     Pending,
     Scaling,
-    blended_scales,
-    check_grad,
+    Work,
+    check_layout,
     check_param,
     check_state,
-    empty_batch,
-    exact_scales,
+    checked_grad,
+    combine,
+    measure,
+    measure_lookahead,
+    missing_grad,
     numbers_on_device,
-    tensor_step,
+    sort_into_works,
+    update,
+    without_autocast,
 )
-from luminav.engines import Batch, Engine, Scales, choose_engine
+from luminav.distributed import Sharding, local
+from luminav.engines import able_engine, choose_engine, compile_errors
 from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
-from luminav.state import KEPT_SCALES, Sealed, adopt_edits, conform, loaded_group, loaded_state, seal
+from luminav.replay import Replay, TritonFailed
+from luminav.state import (
+    KEPT_SCALES,
+    Sealed,
+    Written,
+    adopt_edits,
+    conform,
+    drop_template,
+    elementwise,
+    former_weight,
+    loaded_group,
+    loaded_state,
+    seal,
+    without_process_group,
+)
 
 
 class LuminaV(Optimizer):
@@ -120,9 +141,12 @@ class LuminaV(Optimizer):
 
     def _forget_process(self) -> None:
         """Set what belongs to the running process and is neither copied nor saved."""
-        self._own_versions: dict[Tensor, int] = {}  # version counter of each weight with a master, after our last write
+        self._written: dict[Tensor, Written] = {}  # with master weights: each weight after our last write
+        self._sharding = Sharding()
+        self._replay: Replay | None = None
         self._nonfinite: dict[torch.device, Tensor] = {}
         self._warned_nonfinite = False
+        self._template = True  # the state may come from an allocation-only step: looked at once, before the next step
 
     # ---- groups ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +172,8 @@ class LuminaV(Optimizer):
             params = list(params)
         for param in [params] if isinstance(params, Tensor) else params:
             tensor = param[1] if isinstance(param, tuple) else param
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not is_lazy(tensor):
+                check_layout(tensor)
                 check_param(tensor, options)
         return {**group, "params": params, **{name: getattr(options, name) for name in OPTIONS}}
 
@@ -185,31 +210,65 @@ class LuminaV(Optimizer):
         return loss
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # eager inside a compiled training step; the base class marks its own methods in this way
+    @torch.inference_mode(False)  # state made in inference mode could not be updated outside it
+    @torch.no_grad()
+    @without_autocast()
     def _step(self) -> None:
-        pending = list(self._pending())
-        scaling = self._scaling(pending)
-        if not pending or scaling is None:
+        if self._replayed():
             return
-        if self._is_allocation_only(pending):
-            self._prepare(pending, scaling)
+        self._sharding.plan(self.param_groups)
+        pending = self._checked()
+        if not pending and not self._sharding.domains:
+            return
+        self._drop_template()
+        scaling = self._scaling(pending)
+        if scaling is None:
+            return
+        allocation_only = self._is_allocation_only(pending)
+        if allocation_only and not self._sharding.domains:
+            self._allocate(pending, scaling)
             return
         self._prepare(pending, scaling)
-        for engine in {id(item.engine): item.engine for item in pending}.values():
-            self._run(engine, [item for item in pending if item.engine is engine], scaling)
+        try:
+            self._run(pending, scaling, allocation_only)
+        except TritonFailed as failure:
+            failure.settle()
+            self._step()
+
+    def _checked(self) -> list[Pending]:
+        """What is pending; if any of it is refused, without the scale that a loss scaler has set for this step.
+
+        ``GradScaler`` takes its scale away after a step that returns. Left behind, the next one would multiply the two.
+        """
+        try:
+            return list(self._pending())
+        except (TypeError, ValueError, RuntimeError):
+            if hasattr(self, "found_inf"):
+                del self.found_inf
+                self.__dict__.pop("grad_scale", None)
+            raise
 
     def _pending(self) -> Iterator[Pending]:
-        """The parameters that have a gradient, checked."""
-        index = 0
+        """The parameters that have a gradient, or may have one on another rank, checked."""
+        seen: set[Tensor] = set()  # torch only warns of a parameter that comes twice in a group
         for number, group in enumerate(self.param_groups):
             options = Options.from_group(group)
-            for param in group["params"]:
-                if param.grad is not None:
+            for index, param in enumerate(group["params"], self._sharding.bases[number]):
+                part = self._sharding.part(param)
+                elsewhere = param.grad is None and param.requires_grad and part.domain is not None
+                if (param.grad is not None or elsewhere) and param not in seen:
+                    seen.add(param)
                     check_param(param, options)
-                    check_grad(param.grad)
-                    check_state(param, self.state.get(param, {}), options)
-                    engine = choose_engine(options.execution, param.device)
-                    yield Pending(param, param.grad, options, number, index, engine)
-                index += 1
+                    grad = missing_grad(param) if elsewhere else checked_grad(param)
+                    state = self.state.get(param, {})
+                    check_state(param, state, options)
+                    engine = able_engine(
+                        choose_engine(options.execution, param.device),
+                        [local(param), grad, *elementwise(state)],
+                        part.layout.first_index,
+                        not part.layout.jumps,
+                    )
+                    yield Pending(param, grad, options, number, index, engine, part, elsewhere)
 
     def _scaling(self, pending: list[Pending]) -> Scaling | None:
         """What the loss scaler asks for; None if the host knows that the gradients overflowed."""
@@ -220,7 +279,10 @@ class LuminaV(Optimizer):
         # A parameter without kept scales must be known to have stepped, or its next step could not tell whether to
         # measure: one-pass mode looks at the flag until every parameter has its pair.
         unsure = any(p.options.fused_single_pass and "bound_scale" not in self.state.get(p.param, {}) for p in pending)
-        if found_inf.device.type == "cpu" or unsure:
+        on_host = found_inf.device.type == "cpu" or unsure
+        if self._sharding.domains:
+            return Scaling(grad_scale, None if on_host else found_inf, overflow=found_inf)
+        if on_host:
             return None if found_inf.item() else Scaling(grad_scale, None)
         return Scaling(grad_scale, found_inf)
 
@@ -236,80 +298,130 @@ class LuminaV(Optimizer):
             and all(not item.grad.any() for item in pending)
         )
 
-    def _prepare(self, pending: list[Pending], scaling: Scaling) -> None:
+    def _drop_template(self) -> None:
+        """Forget what an allocation-only step made beyond a parameter's first state, if no file was read into it."""
+        if self._template:
+            for state in self.state.values():
+                drop_template(state)
+            self._template = False
+
+    def _allocate(self, pending: list[Pending], scaling: Scaling) -> None:
+        """Make state to load into."""
+        self._prepare(pending, scaling, template=True)
+        self.state.update({item.param: item.state for item in pending if not item.missing})
+        self._template = True
+
+    def _prepare(self, pending: list[Pending], scaling: Scaling, *, template: bool = False) -> None:
         """Bring every parameter's state into the form its mode prescribes."""
         for item in pending:
-            state = self.state[item.param]
-            conform(state, item.param, item.options, step_on_device=numbers_on_device(item, scaling))
-            master = state.get("master_param")
-            if master is not None and self._own_versions.get(item.param) != item.param._version:
-                adopt_edits(item.param, master)
-
-    def _run(self, engine: Engine, pending: list[Pending], scaling: Scaling) -> None:
-        """Measure, scale and update the parameters of one engine.
-
-        Nothing is written before every exact tensor is measured. Tensors whose scales are known beforehand (one-pass
-        mode, or neither gate nor radial bound) are updated and measured in one go.
-        """
-        known = [item for item in pending if self._scales_known(item)]
-        measured = [item for item in pending if not self._scales_known(item)]
-        known_batches, measured_batches = self._batches(known, scaling), self._batches(measured, scaling)
-        single = [batch for batch in known_batches + measured_batches if batch.options.buffer == 1]
-        for batch, table in zip(single, engine.measure_lookahead(single), strict=True):
-            lookahead_sq, numel = table.unbind(1)
-            batch.rms_denominator = rule.single_denominator(lookahead_sq, numel, batch.numbers, batch.options)
-        sums = engine.measure(measured_batches)
-        kept = [self._kept_scales(batch) for batch in known_batches]
-        sums_on_the_way = engine.update(known_batches, kept, gather=True)
-        scales = [exact_scales(batch, table) for batch, table in zip(measured_batches, sums, strict=True)]
-        engine.update(measured_batches, scales, gather=False)
-        for batch, old, table in zip(known_batches, kept, sums_on_the_way, strict=True):
-            self._finish(batch, blended_scales(batch, old, table), table)
-        for batch, new, table in zip(measured_batches, scales, sums, strict=True):
-            self._finish(batch, new, table)
-
-    def _scales_known(self, item: Pending) -> bool:
-        options = item.options
-        if options.fused_single_pass:
-            return all(key in self.state[item.param] for key in KEPT_SCALES)
-        return not options.cautious and not (options.bound and options.bound_type == "radial")
-
-    def _batches(self, pending: Iterable[Pending], scaling: Scaling) -> list[Batch]:
-        """Sort parameters into batches that share options, device, dtype and step numbers."""
-        sorted_in: dict[tuple[Any, ...], Batch] = {}
-        for item in pending:
-            state = self.state[item.param]
+            state = item.state = self.state.get(item.param) or {}
             on_device = numbers_on_device(item, scaling)
-            step = state["step"] + 1 if on_device else int(state["step"]) + 1
-            key = (item.group, item.param.device, item.param.dtype, item.index if on_device else step)
-            batch = sorted_in.get(key)
-            if batch is None:
-                batch = sorted_in[key] = empty_batch(item, step, scaling)
-            batch.steps.append(tensor_step(item, state, step))
-        return list(sorted_in.values())
+            written = self._written.get(item.param)
+            if "master_param" not in state and (former := former_weight(item.param, written)) is not None:
+                state["master_param"] = former
+            conform(state, item.param, item.options, step_on_device=on_device, template=template)
+            if "master_param" in state:
+                adopt_edits(item.param, state["master_param"], written)
 
-    def _kept_scales(self, batch: Batch) -> Scales:
-        if not batch.options.fused_single_pass:
-            ones = torch.ones(len(batch.steps), device=batch.device)
-            return Scales(ones, ones)
-        pairs = [[self.state[step.param][key] for step in batch.steps] for key in KEPT_SCALES]
-        return Scales(torch.stack(pairs[0]), torch.stack(pairs[1]))
+    def _run(self, pending: list[Pending], scaling: Scaling, allocation_only: bool) -> None:
+        """Measure, scale and update.
 
-    def _finish(self, batch: Batch, scales: Scales, table: Tensor) -> None:
-        """Count the step, keep the scales, note our own write and non-finite gradients."""
+        Nothing is written before every exact tensor is measured, and measured on all ranks that hold a part of it.
+        Tensors whose scales are known beforehand (one-pass mode, or neither gate nor radial bound) are updated and
+        measured in one go.
+        """
+        works, domains = sort_into_works(pending, scaling), self._sharding.domains
+        replayable = [work for work in works if work.engine.numbers_on_device and work.domain is None]
+        works = [work for work in works if work not in replayable]
+        replay = self._compiled(replayable, scaling) if replayable else None
+        early, late = [work for work in works if work.early], [work for work in works if not work.early]
+        measure_lookahead(works, domains)
+        measure(late)
+        if replay is not None:
+            self._launch(replay, replayable, scaling, keep=not works and not domains)
+        update(early, gather=True)
+        if domains:
+            overflow, busy = combine(works, domains, self._flags(scaling, allocation_only))
+            if allocation_only and not busy.item():
+                self._allocate(pending, scaling)
+                return
+            if scaling.overflow is not None and scaling.found_inf is None and overflow.item():
+                return
+            late = [work for work in late if work.items]
+            for work in late:
+                work.batch.skip = None if scaling.found_inf is None else overflow.to(work.batch.device) != 0
+        update(late, gather=False)
+        for work in early + late:
+            self._finish(work)
+        for work in early + late:  # last: its warning may be an error
+            self._count_nonfinite(rule.Sums.of(work.sums))
+
+    # ---- steps of the Triton engine ----------------------------------------------------------------------------------
+
+    def _replayed(self) -> bool:
+        """Take the step by the launches of the last one, if what they were built from still holds."""
+        replay = self._replay
+        if replay is None:
+            return False
+        scaling = self._scaling([])
+        if replay.holds(self.param_groups, self.state, scaling):
+            if scaling is not None:
+                replay.run(scaling)
+                if replay.saw_whole_nonfinite:
+                    self._warn_of_nonfinite()
+            return True
+        self._end_replay(replay)
+        return False
+
+    def _compiled(self, works: list[Work], scaling: Scaling) -> Replay:
+        """The launches of the Triton engine's works, compiled: what fails to compile must fail before it writes."""
+        replay = Replay(works)
+        try:
+            replay.compile(scaling)
+        except compile_errors() as error:
+            reason = f"its kernels did not compile ({type(error).__name__}: {error})"
+            raise TritonFailed(works, reason) from error
+        return replay
+
+    def _launch(self, replay: Replay, works: list[Work], scaling: Scaling, *, keep: bool) -> None:
+        """Run the launches; with `keep`, remember them for the next step."""
+        replay.run(scaling)
+        self.state.update({item.param: item.state for work in works for item in work.items})
+        replay.remember(self.param_groups, self.state)
+        self._replay = replay
+        if not (keep and replay.is_steady):
+            self._end_replay(replay)
+
+    def _end_replay(self, replay: Replay) -> None:
+        """Take over what the launches know and the optimizer must not forget."""
+        self._replay = None
+        self._written.update(replay.written())
+        for device, count in replay.nonfinite_counts():
+            self._nonfinite[device] = self._nonfinite.get(device, 0) + count
+
+    def _flags(self, scaling: Scaling, allocation_only: bool) -> Tensor:
+        """What the ranks tell each other: whether gradients overflowed, whether there is more to do than allocating."""
+        device = self._sharding.domains[0].device
+        flags = torch.tensor([0.0, float(not allocation_only)], dtype=torch.float64, device=device)
+        if scaling.overflow is not None:
+            flags[0] = scaling.overflow.reshape(())
+        return flags
+
+    def _finish(self, work: Work) -> None:
+        """Count the step, keep the scales, note our own write."""
+        batch, scales = work.batch, work.new_kept
         done = 1 if batch.skip is None else torch.logical_not(batch.skip).to(torch.int64)
-        for number, step in enumerate(batch.steps):
-            state = self.state[step.param]
+        for number, item in enumerate(work.items):
+            state = self.state[item.param] = item.state
             state["step"] += done
-            if step.master_param is not None:
-                self._own_versions[step.param] = step.param._version
+            if batch.options.master_weights != "none":
+                self._written[item.param] = Written.of(item.param)
             if batch.options.fused_single_pass:
                 for key, scale in zip(KEPT_SCALES, (scales.cautious[number], scales.bound[number]), strict=True):
                     old = state.get(key)
                     state[key] = (
                         scale.clone() if batch.skip is None or old is None else torch.where(batch.skip, old, scale)
                     )
-        self._count_nonfinite(rule.Sums.of(table))
 
     # ---- non-finite gradients --------------------------------------------------------------------------------------
 
@@ -317,33 +429,39 @@ class LuminaV(Optimizer):
         device = sums.nonfinite.device
         total = self._nonfinite.get(device)
         self._nonfinite[device] = sums.nonfinite.sum() if total is None else total.add_(sums.nonfinite.sum())
-        if device.type == "cpu" and not self._warned_nonfinite:
-            whole = int(((sums.nonfinite == sums.numel) & (sums.numel > 0)).sum())
-            if whole:
-                self._warned_nonfinite = True
-                warnings.warn(
-                    f"every element of the gradient of {whole} parameter(s) is NaN or infinite and counts as 0: they "
-                    "get decay and momentum only. A clipped infinite norm does this; so does a loss that is NaN. "
-                    "optimizer.nonfinite_grad_count() counts such elements.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        if device.type == "cpu" and bool(((sums.nonfinite == sums.numel) & (sums.numel > 0)).any()):
+            self._warn_of_nonfinite()
+
+    def _warn_of_nonfinite(self) -> None:
+        if self._warned_nonfinite:
+            return
+        self._warned_nonfinite = True
+        warnings.warn(
+            "every element of a parameter's gradient is NaN or infinite and counts as 0: the parameter gets decay and "
+            "momentum only. A clipped infinite norm does this; so does a loss that is NaN. "
+            "optimizer.nonfinite_grad_count() counts such elements.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def nonfinite_grad_count(self) -> int:
         """Number of NaN and infinite gradient elements seen so far by this process; each counted as 0 in the rule.
 
         The count is kept on the device; asking for it waits for the device.
         """
-        return int(sum(count.item() for count in self._nonfinite.values()))
+        running = [] if self._replay is None else self._replay.nonfinite_counts()
+        return int(sum(float(count) for _, count in [*self._nonfinite.items(), *running]))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups' options, in torch's layout; a process group is saved as None."""
-        state_dict = super().state_dict()
-        for group in state_dict["param_groups"]:
-            group["process_group"] = None
-        return state_dict
+        # Registered for this call only, so that it runs before the user's hooks, which may rewrite the file.
+        handle = self.register_state_dict_post_hook(lambda _, saved: without_process_group(saved), prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state written by this class or by the public luminav 1.3.x.
@@ -372,8 +490,12 @@ class LuminaV(Optimizer):
             super().__setstate__(state)
             return
         super().__setstate__(self._unsealed(state))
-        self._own_versions.clear()
+        if self._replay is not None:
+            self._end_replay(self._replay)
+        self._written.clear()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _unsealed(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """Groups and state of a file, checked, in the form this optimizer keeps them. Changes nothing itself."""
         groups = [
@@ -411,8 +533,11 @@ class LuminaV(Optimizer):
         for name, param in model.named_parameters(remove_duplicate=False):
             if name not in exported or param.dtype not in (torch.float16, torch.bfloat16):
                 continue
-            master = self.state[param].get("master_param") if param in self.state else None
-            if master is not None and self._own_versions.get(param) != param._version:
-                adopt_edits(param, master)
+            written = self._written.get(param)
+            master = self.state.get(param, {}).get("master_param")
+            if master is None:
+                master = former_weight(param, written)
+            if master is not None:
+                adopt_edits(param, master, written)
             exported[name] = (param.detach() if master is None else master).to(torch.float32, copy=True)
         return exported

@@ -52,6 +52,11 @@ def param_groups(
 
 
 def _decays(param: nn.Parameter, places: list[tuple[nn.Module, str]], decay_embeddings: bool) -> bool:
-    if param.ndim < 2 or any(isinstance(module, _NORMS) or name.endswith("bias") for module, name in places):
+    if param.ndim < 2 or any(isinstance(module, _NORMS) or _is_bias(name) for module, name in places):
         return False
     return decay_embeddings or not all(isinstance(module, _EMBEDDINGS) for module, _ in places)
+
+
+def _is_bias(name: str) -> bool:
+    """Also ``in_proj_bias``, ``bias_ih_l0`` and the three-dimensional ``bias_k`` of attention."""
+    return name.startswith("bias") or name.endswith("bias")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from luminav.distributed import local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.rounding import nearest
+from luminav.rounding import largest_finite, nearest
 
 logger = logging.getLogger("luminav")
 
@@ -63,7 +64,7 @@ STATE: tuple[StateTensor, ...] = (
         "number of steps taken, int64",
         wanted=lambda param, options: True,
         dtype=lambda param, options: torch.int64,
-        start=lambda param, dtype: torch.zeros((), dtype=dtype),
+        start=lambda param, dtype: torch.zeros((), dtype=dtype, device="cpu"),
         per_element=False,
     ),
     StateTensor(
@@ -101,10 +102,20 @@ STATE: tuple[StateTensor, ...] = (
     ),
 )  # fmt: skip
 
+
+
+def elementwise(state: ParamState) -> list[Tensor]:
+    """What there is of a parameter's state that is shaped like it, local tensors."""
+    return [local(state[kind.key]) for kind in STATE if kind.per_element and state.get(kind.key) is not None]
+
+
 KEPT_SCALES = ("cautious_scale", "bound_scale")
+STEP_LIMIT = 2**63
 
 
-def conform(state: ParamState, param: Tensor, options: Options, *, step_on_device: bool) -> None:
+def conform(
+    state: ParamState, param: Tensor, options: Options, *, step_on_device: bool, template: bool = False
+) -> None:
     """Make a parameter's state what the mode prescribes, in place: create, convert, move or drop.
 
     Serves a parameter's first step, a group whose mode was switched, ``model.to(...)`` and state brought back from
@@ -115,6 +126,8 @@ def conform(state: ParamState, param: Tensor, options: Options, *, step_on_devic
         param: The parameter.
         options: Its group's options.
         step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
+        template: Whether to make, as zeros, also what the first step would make: a file is to be read into the state.
+            :func:`drop_template` takes those zeros away again.
     """
     for kind in STATE:
         if not kind.wanted(param, options):
@@ -123,28 +136,96 @@ def conform(state: ParamState, param: Tensor, options: Options, *, step_on_devic
         dtype = kind.dtype(param, options)
         value = state.get(kind.key)
         if value is None:
-            if kind.start is None:
+            if kind.start is None and not template:
                 continue
-            value = kind.start(param, dtype)
+            value = torch.zeros((), dtype=dtype, device="cpu") if kind.start is None else kind.start(param, dtype)
+        if not isinstance(value, Tensor):  # a step count set by hand
+            value = torch.tensor(value, device="cpu")
         on_cpu = kind.key == "step" and not step_on_device
         device = torch.device("cpu") if on_cpu else param.device
         if value.dtype != dtype or value.device != device:
-            value = value.to(device=device, dtype=dtype)
+            value = saturated(value, dtype).to(device=device, dtype=dtype)
         state[kind.key] = value
 
 
-def adopt_edits(param: Tensor, master: Tensor) -> None:
+def drop_template(state: ParamState) -> None:
+    """Take away the scales of a parameter that has taken no step: none were measured, see :func:`conform`."""
+    if state and int(state["step"]) == 0:
+        for key in KEPT_SCALES:
+            state.pop(key, None)
+
+
+def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` held inside the finite range of `dtype`, to which it is to be converted.
+
+    The variance of an FP32 model can be beyond FP16: converted as it is it would be infinite, and would stay so.
+    """
+    if not dtype.is_floating_point or not value.is_floating_point():
+        return value
+    limit = largest_finite(dtype)
+    return value if largest_finite(value.dtype) <= limit else value.clamp(-limit, limit)
+
+
+class Written(NamedTuple):
+    """What a weight with a master was when a step had written it, so that the next step sees an edit from outside."""
+
+    versions: tuple[int, int]
+    data_ptr: int
+    dtype: torch.dtype
+    weight: Tensor | None
+    """The weight itself where it is its own master: ``model.bfloat16()`` replaces it, and it becomes the master."""
+
+    @classmethod
+    def of(cls, param: Tensor) -> Written:
+        """The weight as it is now."""
+        own_master = param.dtype not in _SIXTEEN_BIT
+        return cls(_versions(param), _data_ptr(param), param.dtype, param.detach() if own_master else None)
+
+    def is_still(self, param: Tensor) -> bool:
+        """Whether nobody has written or replaced the weight since."""
+        return (self.versions, self.data_ptr, self.dtype) == (_versions(param), _data_ptr(param), param.dtype)
+
+
+def _held(param: Tensor) -> Tensor:
+    """A DTensor's local tensor, as it is."""
+    return getattr(param, "_local_tensor", param)
+
+
+def _versions(param: Tensor) -> tuple[int, int]:
+    """Version counters of a parameter and of its local tensor: writing a DTensor raises the first, we the second."""
+    return param._version, _held(param)._version
+
+
+def _data_ptr(param: Tensor) -> int:
+    return _held(param).data_ptr()
+
+
+def former_weight(param: Tensor, written: Written | None) -> Tensor | None:
+    """The FP32 weight that a parameter was before ``model.bfloat16()``, as a copy; None if it was none."""
+    if written is None or written.weight is None or param.dtype not in _SIXTEEN_BIT:
+        return None
+    return written.weight.to(torch.float32, copy=True) if written.weight.shape == param.shape else None
+
+
+def adopt_edits(param: Tensor, master: Tensor, written: Written | None) -> None:
     """Re-make the master weights of those elements that were changed from outside.
 
-    An element whose weight still is its master's nearest value keeps the master, so loading a model and an optimizer
-    checkpoint in either order loses nothing.
+    An element whose weight still is what its master rounds to keeps the master, so loading a model and an optimizer
+    checkpoint in either order loses nothing, nor does ``model.bfloat16()``.
 
     Args:
         param: The 16-bit parameter.
         master: Its FP32 master weight. Changed in place where the parameter was edited.
+        written: The parameter after our last write, if that is known.
     """
-    weight = param.detach().to(torch.float32)
+    if written is not None and written.is_still(param):
+        return
+    master = local(master)
+    weight = local(param.detach()).to(device=master.device, dtype=torch.float32)
     edited = nearest(master, param.dtype) != weight
+    edited &= master.to(param.dtype) != weight  # torch's own rounding: the master itself was loaded into the model
+    if written is not None and written.dtype != param.dtype:
+        edited &= nearest(master, written.dtype).to(param.dtype) != weight  # converted by the model since
     master.copy_(torch.where(edited, weight, master))
 
 
@@ -159,20 +240,28 @@ class Sealed:
     on what is neither a tensor nor a container.
     """
 
-    entry: Mapping[str, Any]
+    entry: Any
 
 
 def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer.")
     for number, group in enumerate(state_dict["param_groups"]):
         if "tau" not in group:
             raise ValueError(
                 f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
                 "moments mean something else, so start from fresh state instead."
             )
-    entries = state_dict["state"]
-    sealed = {key: Sealed(entry) if isinstance(entry, Mapping) else entry for key, entry in entries.items()}
+    sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": sealed}
+
+
+def without_process_group(state_dict: dict[str, Any]) -> None:
+    """Set the process group in the groups of a file to None: it cannot be saved."""
+    for group in state_dict["param_groups"]:
+        group["process_group"] = None
 
 
 def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -189,28 +278,29 @@ def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int)
     group = dict(saved)
     for name, option in OPTIONS.items():
         if option.process or name not in group:
-            group[name] = current[name]
+            group[name] = current.get(name, option.default)
     if group["buffer"] == 1 and group["fused_single_pass"]:
         group["fused_single_pass"] = False
         logger.warning(
             "param_groups[%d]: buffer=1 has no one-pass mode; the loaded group continues in exact mode.", number
         )
-    Options.from_group(group)  # refuses before anything has changed
-    changed = [name for name in OPTIONS if name != "process_group" and _differ(group[name], current[name])]
+    options = Options.from_group(group)  # refuses before anything has changed
+    group.update({name: getattr(options, name) for name in OPTIONS})
+    changed = [name for name in OPTIONS if name != "process_group" and _differ(group[name], current.get(name))]
     for name in changed:
         level = logging.INFO if name == "lr" else logging.WARNING  # a scheduler's lr differs in every resumed run
         logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
-                   group[name], current[name])  # fmt: skip
+                   group[name], current.get(name))  # fmt: skip
     return group
 
 
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return float(a) != float(b)
+        return b is None or float(a) != float(b)
     return bool(a != b)
 
 
-def loaded_state(entry: Mapping[str, Any], param: Tensor, options: Options, where: str) -> ParamState | None:
+def loaded_state(entry: Any, param: Tensor, options: Options, where: str) -> ParamState | None:
     """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
 
     Args:
@@ -223,13 +313,15 @@ def loaded_state(entry: Mapping[str, Any], param: Tensor, options: Options, wher
         The state, or None if the parameter had taken no step.
 
     Raises:
-        ValueError: A tensor is missing or has another shape than the parameter.
+        ValueError: A tensor is missing or has another shape than the parameter, or the entry is something else.
     """
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a dict of tensors, got {type(entry).__name__}.")
     entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
     step = _step_count(entry.get("step"), where)
     if step == 0:
         return None
-    state: ParamState = {"step": torch.tensor(step)}
+    state: ParamState = {"step": torch.tensor(step, device=param.device if options.capturable else "cpu")}
     for kind in STATE:
         value = entry.get(kind.key)
         if kind.key == "step" or not kind.wanted(param, options):
@@ -238,27 +330,32 @@ def loaded_state(entry: Mapping[str, Any], param: Tensor, options: Options, wher
             if kind.key in ("exp_avg", "exp_avg_sq"):
                 raise ValueError(f"{where} has no {kind.key!r}, which buffer={options.buffer} needs.")
             continue  # conform() makes a missing master from the weight; a missing pair means an exact step
-        state[kind.key] = _private_copy(torch.as_tensor(value), param, kind, kind.dtype(param, options), where)
+        state[kind.key] = _private_copy(value, param, kind, kind.dtype(param, options), where)
     return state
 
 
-def _private_copy(value: Tensor, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str) -> Tensor:
-    if not kind.per_element:
-        return value.detach().reshape(()).to(device=param.device, dtype=dtype, copy=True)
-    if value.shape != param.shape:
+def _private_copy(value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str) -> Tensor:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{where}: {kind.key!r} must be a floating-point tensor, got {got}.")
+    shape = param.shape if kind.per_element else torch.Size()
+    if value.shape != shape and (kind.per_element or value.numel() != 1):
         raise ValueError(
-            f"{where}: {kind.key!r} has shape {tuple(value.shape)}, the parameter {tuple(param.shape)}. "
+            f"{where}: {kind.key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}. "
             "Is the file from another model, or are the parameters in another order?"
         )
-    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(value.detach())
+    value = saturated(value.detach(), dtype)
+    if not kind.per_element:
+        return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
+    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(placed_like(value, param))
 
 
 def _step_count(step: Any, where: str) -> int:
     """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
     if step is None:
         return 0
-    number = step.item() if isinstance(step, Tensor) else step
-    if number != int(number) or number < 0:
+    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if not isinstance(number, (int, float)) or not 0 <= number < STEP_LIMIT or number != int(number):
         raise ValueError(f"{where}: 'step' must be a whole number >= 0, got {step!r}.")
     return int(number)
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import logging
+import subprocess
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from luminav.engines.batch import Batch, Engine, Scales, TensorStep
 from luminav.engines.foreach import ForeachEngine
 from luminav.engines.single import SingleEngine
 
-__all__ = ["Batch", "Engine", "Scales", "TensorStep", "choose_engine"]
+__all__ = ["Batch", "Engine", "Scales", "TensorStep", "able_engine", "choose_engine", "compile_errors", "give_up_triton", "why_not_triton"]
 
 logger = logging.getLogger("luminav")
 
-_ENGINES: dict[str, Engine] = {"single": SingleEngine(), "foreach": ForeachEngine()}
+_single, _foreach = SingleEngine(), ForeachEngine()
+_given_up: dict[str, str] = {}  # device type to why its Triton kernels could not be compiled
+_logged: set[str] = set()
 
 
 def choose_engine(execution: str, device: torch.device) -> Engine:
@@ -25,16 +32,67 @@ def choose_engine(execution: str, device: torch.device) -> Engine:
         device: Where the parameters live.
 
     Returns:
-        The engine; "auto" is "foreach" everywhere for now.
+        The engine. "auto" is "triton" on accelerators where Triton runs, else "foreach".
 
     Raises:
         RuntimeError: The engine asked for cannot run here.
     """
-    if execution == "triton":
-        raise RuntimeError(
-            "execution='triton' is not available in this release: the Triton engine is not there yet. "
-            "Use execution='auto', which picks 'foreach'."
-        )
     if device.type == "meta":
         raise RuntimeError("a step needs real tensors, but a parameter is on the meta device. Materialise it first.")
-    return _ENGINES["foreach" if execution == "auto" else execution]
+    if execution == "single":
+        return _single
+    if execution == "foreach" or (execution == "auto" and device.type == "cpu"):
+        return _foreach
+    reason = why_not_triton(device)
+    if execution == "triton" and reason is not None:
+        raise RuntimeError(f"execution='triton' cannot run here: {reason}. Use execution='auto', which picks 'foreach'.")
+    if device.type not in _logged:
+        _logged.add(device.type)
+        logger.info("%s: the %s engine%s", device.type, "foreach" if reason else "triton", f", since {reason}" if reason else "")  # fmt: skip
+    return _foreach if reason is not None else _triton()
+
+
+def able_engine(engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool) -> Engine:
+    """`engine`, or the foreach engine for a tensor that Triton's kernels cannot address as it lies.
+
+    Args:
+        engine: The engine chosen for the device.
+        tensors: The local parameter, its gradient, and what there is of its state that is shaped like it.
+        first_index: Row-major index of its first element in the unsharded parameter.
+        consecutive: Whether its elements are consecutive there.
+    """
+    if not engine.numbers_on_device:
+        return engine
+    from luminav.engines.triton import addressable
+
+    return engine if addressable(tensors, first_index, consecutive) else _foreach
+
+
+@functools.cache
+def _triton() -> Engine:
+    from luminav.engines.triton import TritonEngine
+
+    return TritonEngine()
+
+
+def why_not_triton(device: torch.device) -> str | None:
+    """Why the Triton engine cannot serve `device`; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install '.[triton]')"
+    if device.type in _given_up:
+        return _given_up[device.type]
+    from luminav.engines.triton import unavailable
+
+    return unavailable(device)
+
+
+def give_up_triton(device: torch.device, reason: str) -> None:
+    """Let "auto" pick another engine for this device type from now on."""
+    _given_up[device.type] = reason
+
+
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What Triton raises when it cannot compile: its own errors, and those of the compilers that it starts."""
+    from triton import TritonError
+
+    return (TritonError, RuntimeError, OSError, subprocess.SubprocessError)

@@ -17,6 +17,11 @@ from luminav.hyperparameters import Options
 from luminav.rounding import NoiseKey
 from luminav.rule import Scalar, StepNumbers
 
+ALIGNMENT = 16
+"""Addresses and lengths that are multiples of this can be loaded as vectors."""
+NOT_NULL = 16
+"""Stands for the address of an empty tensor, which is null."""
+
 
 @dataclass
 class TensorStep:
@@ -28,9 +33,19 @@ class TensorStep:
     exp_avg_sq: Tensor | None
     master_param: Tensor | None
     """FP32 master weight of a 16-bit parameter; None where the parameter holds the weight itself."""
-    noise_key: NoiseKey
+    noise_key: NoiseKey | None
+    """None for an engine that works it out itself."""
     first_index: int = 0
     """Row-major index of the first local element in the unsharded parameter."""
+    jumps: tuple[tuple[int, int], ...] = ()
+    """Pairs (block, jump) where local elements are not consecutive in the unsharded parameter: the index of row-major
+    local element i is ``first_index + i + Σ (i // block)·jump``. A shard of columns has one pair."""
+    index: int = 0
+    """Position in the optimizer."""
+    step: Tensor | None = None
+    """Steps taken so far, 0-dim int64."""
+    kept_scales: tuple[Tensor, Tensor] | None = None
+    """One-pass mode's kept c and s, 0-dim FP32."""
 
     @property
     def weight(self) -> Tensor:
@@ -43,10 +58,13 @@ class Batch:
     """Tensors that share options, device, dtypes and step numbers."""
 
     options: Options
-    numbers: StepNumbers
+    numbers: StepNumbers | None
+    """None for an engine that works them out itself."""
     steps: list[TensorStep]
     skip: Tensor | None = None
     """0-dim bool on the device: True leaves weights and state as they were (an overflowed step). None is False."""
+    grad_scale: Tensor | None = None
+    """For an engine with numbers of its own: the loss scale, one element on the device."""
     rms_denominator: Tensor | None = field(default=None, repr=False)
     """With buffer=1: FP64, one number per tensor, set between the two measurements."""
 
@@ -83,6 +101,8 @@ class Engine(Protocol):
     """
 
     name: str
+    numbers_on_device: bool
+    """Whether step counts live on the device and the engine works out step numbers and noise keys from them."""
 
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
         """With buffer=1: Σ m̃² and the number of elements per tensor, FP64, [tensors, 2] for each batch."""

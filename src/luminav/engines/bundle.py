@@ -127,21 +127,32 @@ class Bundle:
         keys = [step.noise_key for step in self._steps]
         if len(keys) == 1:
             return element_noise(keys[0], low, high, exp_avg_sq=exp_avg_sq)
-        words = zip(*((key.first, key.second, key.third) for key in keys), strict=True)
+        words = zip(*((key.first, key.second) for key in keys), strict=True)
         spread = (self._per_element(torch.tensor(word, dtype=torch.int32, device=self.device)) for word in words)
         return element_noise(NoiseKey(*spread), low, high, exp_avg_sq=exp_avg_sq)
 
     def _element_index(self) -> tuple[Tensor, Word]:
         """Low and high 32 bits of each element's row-major index in its unsharded parameter."""
-        starts = [step.first_index + piece.start for step, piece in zip(self._steps, self.pieces, strict=True)]
-        if len(starts) == 1 and starts[0] % LOW_WORD + self.sizes[0] <= LOW_WORD:
-            low = torch.arange(self.sizes[0], dtype=torch.int32, device=self.device)
-            return low.add_(signed(starts[0], 32)), starts[0] // LOW_WORD
-        ramps = [
-            torch.arange(start, start + n, device=self.device) for start, n in zip(starts, self.sizes, strict=True)
-        ]
+        if len(self.pieces) == 1 and not self._steps[0].jumps:
+            start, numel = self._steps[0].first_index + self.pieces[0].start, self.sizes[0]
+            if start % LOW_WORD + numel <= LOW_WORD:
+                low = torch.arange(numel, dtype=torch.int32, device=self.device)
+                return low.add_(signed(start, 32)), start // LOW_WORD
+        ramps = [_indices(step, piece, self.device) for step, piece in zip(self._steps, self.pieces, strict=True)]
         index = torch.cat(ramps)
         return index.to(torch.int32), index.bitwise_right_shift(32).to(torch.int32)
+
+
+def _indices(step: TensorStep, piece: Piece, device: torch.device) -> Tensor:
+    """Row-major index of each element of a piece in its unsharded parameter, int64."""
+    start, stop = piece.start, piece.start + piece.numel
+    if not step.jumps:
+        return torch.arange(step.first_index + start, step.first_index + stop, device=device)
+    local = torch.arange(start, stop, device=device)
+    index = local + step.first_index
+    for block, jump in step.jumps:
+        index.add_(local.div(block, rounding_mode="floor"), alpha=jump)
+    return index
 
 
 def _sum(flat: Tensor) -> Tensor:

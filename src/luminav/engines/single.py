@@ -19,7 +19,6 @@ from luminav.rounding import (
     largest_finite,
     nearest,
     round_finite_,
-    special_factor,
 )
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -70,24 +69,24 @@ class _Grad(NamedTuple):
 
 
 class _Weight(NamedTuple):
-    """A bundle's weights with 0 for non-finite ones, and what puts those back (None if there are none)."""
+    """A bundle's weights with 0 for non-finite ones, and which those are (None if there are none)."""
 
     finite: Tensor
-    special: Tensor | None
+    nonfinite: Tensor | None
 
     @classmethod
     def load(cls, batch: Batch, bundle: Bundle) -> _Weight:
         weight = bundle.load(_weight, batch.compute_dtype)
         if known_finite(weight):
             return cls(weight, None)
-        finite = finite_part(weight)
-        return cls(finite, special_factor(weight, finite))
+        return cls(finite_part(weight), torch.isfinite(weight).logical_not_())
 
 
 class SingleEngine:
     """Works on one piece of one tensor at a time; see :class:`luminav.engines.batch.Engine` for the three verbs."""
 
     name = "single"
+    numbers_on_device = False
     pack = False
     """Whether pieces of several tensors are worked on side by side."""
 
@@ -139,7 +138,7 @@ class SingleEngine:
             govern = batch.param_dtype == torch.float16
             change = rule.delta(way.kept_direction, weight.finite, step_size, batch.options, govern=govern)
             moved = rule.decay_and_move(weight.finite, change, batch.numbers)
-            store(batch, bundle, way, moved, weight.special)
+            store(batch, bundle, way, moved, weight.nonfinite)
         return table
 
     def _direction(self, batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
@@ -173,14 +172,14 @@ def add_sums_(table: Tensor, bundle: Bundle, grad: _Grad, way: rule.Direction, w
 def count_nonfinite(bundle: Bundle, grad: _Grad) -> list[Tensor]:
     """Number of non-finite elements of each piece, FP64."""
     if grad.finite:
-        return [torch.zeros((), dtype=torch.float64)] * len(bundle.pieces)
+        return [torch.zeros((), dtype=torch.float64, device=bundle.device)] * len(bundle.pieces)
     return bundle.sum(torch.isfinite(grad.raw).logical_not_())
 
 
 # ---- storage (section 7 of the rule): every store saturates, then rounds -------------------------------------------
 
 
-def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, special: Tensor | None) -> None:
+def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, nonfinite: Tensor | None) -> None:
     """Write the new moments and weights of a bundle.
 
     Args:
@@ -188,8 +187,7 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, spe
         bundle: Where to write.
         way: The new moments. Overwritten.
         weight: The new weights, with 0 for those that were not finite. Overwritten.
-        special: What puts the weights that were not finite back, :func:`luminav.rounding.special_factor`; None if all
-            were finite.
+        nonfinite: Which weights are not finite, so that they stay as they are; None if all are finite.
     """
     noise = noise_of(batch, bundle)
     limit = largest_finite(batch.steps[0].exp_avg.dtype)
@@ -206,14 +204,16 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, spe
         rounded = round_finite_(
             weight.clamp_(-limit, limit), batch.param_dtype, None if noise is None else noise.weight
         )
-        bundle.store(_param, rounded if special is None else rounded.mul_(special), unless)
+        if nonfinite is not None:
+            rounded = torch.where(nonfinite, bundle.load(_param, batch.param_dtype), rounded.to(batch.param_dtype))
+        bundle.store(_param, rounded, unless)
     else:
         limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
         master = weight.clamp_(-limit, limit)
-        if special is not None:
-            master.mul_(special)
+        if nonfinite is not None:
+            master = torch.where(nonfinite, bundle.load(_weight, master.dtype), master)
         bundle.store(_weight, master, unless)
-        bundle.store(_param, nearest(master, batch.param_dtype), unless)
+        bundle.store(_param, nearest(master, batch.param_dtype, finite=nonfinite is None), unless)
 
 
 def store_moment(batch: Batch, bundle: Bundle, of: Select, moment: Tensor, noise: Tensor | None) -> None:

@@ -1,0 +1,427 @@
+"""Who holds which part of a parameter, and the one collective of a step.
+
+A parameter is *whole* here (a plain tensor, or a DTensor that no mesh dimension shards), a DTensor of which this
+process holds a part, or a plain shard: with ``fsdp_sync=True``, one of consecutive pieces of the flat tensor in rank
+order. :class:`Sharding` works out once what each is. From then on a parameter is a local tensor and a :class:`Part`:
+the global index of its elements, for the rounding noise, and the :class:`Domain` of ranks whose sums are added to ours.
+
+The sums of all of a domain's parameters travel in one message, which every rank sends whatever it holds. It is gathered
+and added up in one order on every rank, not reduced by the backend: replicas, which are other process groups with other
+rings, must come to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from luminav.layout import Layout, held_indices, sharded_dim
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+Group: TypeAlias = Mapping[str, Any]
+
+
+# ---- local tensors -------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor. Does not import them: that takes 0.4 s, and whoever has one has done so."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor: a DTensor's local tensor, its communication finished; else itself.
+
+    To be called under ``torch.no_grad()``: the local tensor of a parameter may then be written.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    held: Any = tensor.to_local()  # type: ignore[attr-defined]
+    return held.wait() if hasattr(held, "wait") else held
+
+
+def local_grad(param: Tensor, grad: Tensor) -> Tensor:
+    """The part of a gradient that belongs to our part of the parameter.
+
+    A DTensor of other placements, `Partial` included, is redistributed first: every rank of its mesh takes part.
+
+    Raises:
+        TypeError: One of the two is a DTensor, the other is not.
+        ValueError: They are on different meshes.
+    """
+    if is_dtensor(param) != is_dtensor(grad):
+        names = [type(tensor).__name__ for tensor in (param, grad)]
+        raise TypeError(f"parameter and gradient must both be DTensors or neither, got {names[0]} and {names[1]}.")
+    if is_dtensor(param):
+        own: Any = param
+        other: Any = grad
+        if own.device_mesh != other.device_mesh:
+            raise ValueError(
+                f"the gradient's mesh must be its parameter's, {own.device_mesh}, got {other.device_mesh}."
+            )
+        if own.placements != other.placements:
+            grad = other.redistribute(own.device_mesh, own.placements)
+    return local(grad)
+
+
+def placed_like(value: Tensor, param: Tensor) -> Tensor:
+    """A whole tensor, or a DTensor of any placements, as its parameter is placed.
+
+    Args:
+        value: State from a file. A plain tensor must be the same on every rank: each takes its part of it.
+        param: The parameter that it belongs to, of the same global shape.
+
+    Raises:
+        ValueError: A DTensor for a plain parameter.
+    """
+    if not is_dtensor(param):
+        if is_dtensor(value):
+            raise ValueError(
+                "state that is a DTensor cannot be loaded for a plain parameter. Use set_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict, or load value.full_tensor()."
+            )
+        return value
+    owner: Any = param
+    if not is_dtensor(value):
+        tensor = sys.modules["torch.distributed.tensor"]
+        whole = [tensor.Replicate()] * owner.device_mesh.ndim
+        value = tensor.DTensor.from_local(value, owner.device_mesh, whole, run_check=False)
+    placed: Any = value
+    return placed if placed.placements == owner.placements else placed.redistribute(owner.device_mesh, owner.placements)
+
+
+def check_placements(param: Tensor) -> None:
+    """Refuse a DTensor that is a sum still to be taken: ValueError."""
+    placements = param.placements if is_dtensor(param) else ()  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"a parameter must be sharded or replicated, got placements {tuple(placements)}: no rank holds the values "
+            "of a Partial. Redistribute it to Replicate() or Shard() first."
+        )
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Domain:
+    """Ranks that hold different parts of the same parameters: their sums are added up in one collective."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    """Where its messages are."""
+    order: list[int]
+    """Group ranks in the order of the shards; sums are added in this order."""
+    numels: list[int] = field(default_factory=list)
+    """Number of elements of each of its parameters, in the optimizer's order: its slots."""
+    has_single_buffer: bool = False
+    """Whether a parameter has ``buffer=1``: a step then takes two collectives."""
+    _indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def add_slot(self, numel: int, buffer: int) -> int:
+        """Make room for a parameter in the message; the same on every rank."""
+        self.numels.append(numel)
+        self.has_single_buffer |= buffer == 1
+        return len(self.numels) - 1
+
+    def total(self, rows: Tensor, slots: Sequence[int], extra: Tensor) -> tuple[Tensor, Tensor]:
+        """Add up rows over the ranks, all on `device` in FP64.
+
+        Args:
+            rows: [parameters, columns]; a parameter that this rank says nothing of counts as 0.
+            slots: The rows' slots.
+            extra: [columns], a row that belongs to no parameter.
+
+        Returns:
+            The totals of these rows and of `extra`.
+        """
+        message = rows.new_zeros(len(self.numels) + 1, rows.shape[1])
+        index = self._index(tuple(slots))
+        message.index_copy_(0, index, rows)
+        message[-1] = extra
+        total = self._gather(message)
+        return total.index_select(0, index), total[-1]
+
+    def _index(self, slots: tuple[int, ...]) -> Tensor:
+        """Slots as a tensor. Kept, since the same parameters have gradients in most steps."""
+        if slots not in self._indices:
+            self._indices = {slots: torch.tensor(slots, dtype=torch.int64, device=self.device)}
+        return self._indices[slots]
+
+    def _gather(self, message: Tensor) -> Tensor:
+        # torch 2.13 deprecates the old name of this collective.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gathered = message.new_empty(len(self.order) * message.shape[0], message.shape[1])
+        all_gather(gathered, message, group=self.group)
+        parts = gathered.view(len(self.order), *message.shape)
+        if self.order != list(range(len(self.order))):
+            parts = parts[self.order]
+        return _fold(parts)
+
+
+def _fold(parts: Tensor) -> Tensor:
+    """Sum over the first dimension in pairs, in an order that no device or library chooses."""
+    while len(parts) > 1:
+        half = len(parts) // 2
+        folded = parts[:half] + parts[half : 2 * half]
+        parts = folded if len(parts) == 2 * half else torch.cat((folded, parts[2 * half :]))
+    return parts[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process holds of a parameter."""
+
+    layout: Layout = Layout()
+    domain: Domain | None = None
+    """The ranks that hold the rest; None if there is no rest."""
+    slot: int = 0
+    """Its place in the domain's message."""
+
+
+WHOLE = Part()
+MAX_PLANS = 256  # a plan holds on to its parameters
+
+
+@dataclass(eq=False)
+class Plan:
+    """Who holds which part of the parameters of an optimizer's groups."""
+
+    made: dict[tuple[int, ...], dist.ProcessGroup]
+    """Process groups that had to be made, by their ranks: for a parameter that several mesh dimensions shard."""
+    domains: list[Domain] = field(default_factory=list)
+    """In the order in which their collectives run: that of the optimizer's parameters."""
+    bases: list[int] = field(default_factory=list)
+    """Index in the optimizer of each group's first parameter, parameters that only other ranks hold counted."""
+    parts: dict[Tensor, Part] = field(default_factory=dict)
+    num_params: int = 0
+
+    def add(self, group: Group, shards: _Shards | None) -> None:
+        """Place the parameters of the next group.
+
+        Args:
+            group: The group.
+            shards: Its plain shards on all ranks; None if its plain parameters are whole.
+        """
+        params: Sequence[Tensor | None] = group["params"]
+        if not params and shards is not None:
+            params = [None] * len(shards.numels)
+        self.bases.append(self.num_params)
+        self.num_params += len(params)
+        position = 0  # among the plain ones
+        for param in params:
+            if is_dtensor(param):
+                self._place_dtensor(param, group["buffer"])
+            elif shards is not None:
+                self._place_shard(param, shards, position, group["buffer"])
+                position += 1
+
+    def _place_dtensor(self, param: Any, buffer: int) -> None:
+        mesh, placements = param.device_mesh, param.placements
+        if mesh.get_coordinate() is None:  # not a rank of the mesh
+            return
+        held = held_indices(param.shape, mesh, placements)
+        expected, actual = tuple(sum(map(len, runs)) for runs in held), tuple(local(param).shape)
+        if expected != actual and not 0 == math.prod(expected) == math.prod(actual):
+            raise RuntimeError(
+                f"a DTensor of shape {tuple(param.shape)} with placements {placements} should have a local tensor of "
+                f"shape {expected} on this rank, got {actual}."
+            )
+        domain = self._mesh_domain(mesh, placements)
+        slot = 0 if domain is None else domain.add_slot(param.numel(), buffer)
+        self.parts[param] = Part(Layout.of(param.shape, held), domain, slot)
+
+    def _mesh_domain(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Domain | None:
+        """The ranks along the mesh dimensions that shard, at our place along those that replicate."""
+        dims = [dim for dim, p in enumerate(placements) if sharded_dim(p) is not None and mesh.size(dim) > 1]
+        if not dims:
+            return None
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        ours = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))
+        ranks: list[int] = mesh.mesh[ours].flatten().tolist()
+        known = self._domain_of(ranks)
+        if known is not None:
+            return known
+        group = mesh.get_group(dims[0])
+        if len(dims) > 1:
+            group = self._group_of(ranks, dist.get_backend_config(group))
+        return self._new_domain(group, torch.device(mesh.device_type), ranks)
+
+    def _place_shard(self, param: Tensor | None, shards: _Shards, position: int, buffer: int) -> None:
+        if len(shards.ranks) == 1:
+            return
+        numels = shards.numels[position]
+        domain = self._domain_of(shards.ranks)
+        if domain is None:
+            domain = self._new_domain(shards.process_group, shards.device, shards.ranks)
+        slot = domain.add_slot(sum(numels), buffer)
+        if param is not None:
+            rank = dist.get_rank(shards.process_group)
+            self.parts[param] = Part(Layout(sum(numels[:rank])), domain, slot)
+
+    def _domain_of(self, ranks: Sequence[int]) -> Domain | None:
+        for domain in self.domains:
+            if set(dist.get_process_group_ranks(domain.group)) == set(ranks):
+                return domain
+        return None
+
+    def _new_domain(self, group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int]) -> Domain:
+        in_group = dist.get_process_group_ranks(group)
+        order = [in_group.index(rank) for rank in ranks]
+        self.domains.append(Domain(group, _message_device(group, device), order))
+        return self.domains[-1]
+
+    def _group_of(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """A process group of these ranks: the default one if it fits, else a new one, which they all make here."""
+        key = tuple(sorted(ranks))
+        if key == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD  # type: ignore[return-value]
+        if key not in self.made:
+            self.made[key] = dist.new_group(list(key), backend=backend, use_local_synchronization=True)
+        return self.made[key]
+
+
+class Sharding:
+    """The plans of an optimizer.
+
+    A plan is made before the first step and when the groups have changed; every rank makes it at the same step, since
+    process groups may be made and the sizes of plain shards exchanged. Plans are kept: DeepSpeed's ZeRO-3 exchanges the
+    parameters of the groups within every step.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plan = Plan(self._made)
+        self._warned = False
+
+    @property
+    def domains(self) -> list[Domain]:
+        """The domains of the groups planned for last."""
+        return self._plan.domains
+
+    @property
+    def bases(self) -> list[int]:
+        """Index in the optimizer of each group's first parameter."""
+        return self._plan.bases
+
+    def part(self, param: Tensor) -> Part:
+        """What this process holds of a parameter."""
+        return self._plan.parts.get(param, WHOLE)
+
+    def plan(self, groups: Sequence[Group]) -> None:
+        """Work out who holds what, unless that is known for these groups already.
+
+        Raises:
+            ValueError: The ranks do not have the same groups.
+            RuntimeError: A DTensor's local elements are not those its placements say.
+        """
+        key = tuple(
+            (group["fsdp_sync"], group["process_group"], group["buffer"], *map(id, group["params"])) for group in groups
+        )
+        if key not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = Plan(self._made)
+            sizes = self._exchanged(groups)
+            for number, group in enumerate(groups):
+                plan.add(group, sizes.get(number))
+            self._plans[key] = plan
+        self._plan = self._plans[key]
+
+    def _exchanged(self, groups: Sequence[Group]) -> dict[int, _Shards]:
+        """The sizes of all ranks' plain shards, by group number; empty where there is nothing to exchange."""
+        numbers = [number for number, group in enumerate(groups) if group["fsdp_sync"]]
+        if not numbers:
+            return {}
+        if not (dist.is_available() and dist.is_initialized()):
+            self._warn_not_initialised()
+            return {}
+        by_process_group: dict[dist.ProcessGroup, list[int]] = {}
+        for number in numbers:
+            process_group: Any = groups[number]["process_group"] or dist.group.WORLD
+            by_process_group.setdefault(process_group, []).append(number)
+        exchanged: dict[int, _Shards] = {}
+        for process_group, of_group in by_process_group.items():
+            params = {number: groups[number]["params"] for number in of_group}
+            exchanged |= _exchange(process_group, params, len(groups))
+        return exchanged
+
+    def _warn_not_initialised(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "fsdp_sync=True, but no process group is initialised: every parameter is taken to be whole. Call "
+                "torch.distributed.init_process_group() before the first step, or leave fsdp_sync at False.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+# ---- plain shards --------------------------------------------------------------------------------------------------
+
+
+def _message_device(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
+    """Where the group can send from: the parameters' device, or the accelerator if it cannot serve that."""
+    served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+    kind = wanted.type if wanted.type in served else next((kind for kind in served if kind != "cpu"), "cpu")
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Shards:
+    """One group's plain shards on all ranks of a process group."""
+
+    process_group: dist.ProcessGroup
+    ranks: list[int]
+    device: torch.device
+    numels: list[list[int]]
+    """For each parameter, the number of elements on each rank."""
+
+
+def _exchange(
+    process_group: dist.ProcessGroup, params: Mapping[int, Sequence[Tensor]], num_groups: int
+) -> dict[int, _Shards]:
+    """Tell each other the sizes of plain shards, by group number.
+
+    A rank may have no parameters at all in a group: it then holds an empty piece of each.
+    """
+    ours = {
+        number: [(param.numel(), param.device.type) for param in tensors if not is_dtensor(param)]
+        for number, tensors in params.items()
+    }
+    told: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(told, (num_groups, ours), group=process_group)
+    if any(count != num_groups or theirs.keys() != ours.keys() for count, theirs in told):
+        raise ValueError(f"all ranks must have the same parameter groups with fsdp_sync=True, got {told}.")
+    return {number: _shards(process_group, [theirs[number] for _, theirs in told], number) for number in ours}
+
+
+def _shards(process_group: dist.ProcessGroup, told: list[list[tuple[int, str]]], number: int) -> _Shards:
+    counts = {len(sizes) for sizes in told} - {0}
+    if len(counts) > 1:
+        raise ValueError(
+            f"param_groups[{number}] must have the same number of parameters on every rank, or none, got "
+            f"{[len(sizes) for sizes in told]}. A rank without a piece of a parameter passes an empty tensor."
+        )
+    count = counts.pop() if counts else 0
+    kinds = [kind for sizes in told for _, kind in sizes]
+    return _Shards(
+        process_group=process_group,
+        ranks=dist.get_process_group_ranks(process_group),
+        device=torch.device(kinds[0] if kinds else "cpu"),
+        numels=[[sizes[position][0] if sizes else 0 for sizes in told] for position in range(count)],
+    )

@@ -1,0 +1,122 @@
+"""The Triton engine: the whole model in a few launches.
+
+Importing this package needs Triton; :func:`luminav.engines.choose_engine` is the only place that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from luminav.engines.batch import Batch, Scales, TensorStep
+from luminav.engines.triton import rule
+from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch
+from luminav.rule import NUM_SUMS
+
+__all__ = ["Launch", "TritonEngine", "unavailable"]
+
+LARGEST_INDEX = 1 << 32
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why this engine cannot run on `device`; None if it can."""
+    if INTERPRETED:
+        return None
+    if device.type not in ("cuda", "xpu"):
+        return f"Triton has no kernels for the device {device.type!r}"
+    return None
+
+
+def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) -> bool:
+    """Whether the kernels can take a tensor as it lies; if not, the foreach engine steps it, to the same result.
+
+    Args:
+        tensors: The local parameter, its gradient, and what there is of its state that is shaped like it.
+        first_index: Row-major index of its first element in the unsharded parameter.
+        consecutive: Whether its elements are consecutive there.
+    """
+    param, grad = tensors[:2]
+    return (
+        param.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and grad.dtype in TRITON_TYPES
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and consecutive
+        and (first_index == 0 or first_index + param.numel() <= LARGEST_INDEX)
+    )
+
+
+def arithmetic(kind: Kind, device: torch.device) -> int:
+    """How elementary functions are computed for tensors of a kind on a device."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return rule.PORTABLE.value
+    coarse = kind.param == torch.bfloat16 and not kind.master and torch.cuda.get_device_capability(device) >= (7, 5)
+    return rule.NVIDIA_COARSE.value if coarse else rule.NVIDIA.value
+
+
+class TritonEngine:
+    """Serves all batches of a step with one grid per kind of tensor.
+
+    An unsharded step goes through :meth:`launches`, whose tables are kept from step to step
+    (:class:`luminav.replay.Replay`). The verbs of :class:`luminav.engines.batch.Engine` serve sharded steps, where the
+    sums leave the engine to be added up over ranks.
+    """
+
+    name = "triton"
+    numbers_on_device = True
+
+    def launches(self, batches: Sequence[Batch]) -> list[Launch]:
+        """Plans for all tensors of the batches, one for each kind."""
+        members: dict[tuple[Kind, torch.device], list[tuple[Batch, TensorStep]]] = {}
+        for batch in batches:
+            for step in batch.steps:
+                members.setdefault((Kind.of(step, batch.options), batch.device), []).append((batch, step))
+        return [Launch(kind, own, arithmetic(kind, device)) for (kind, device), own in members.items()]
+
+    def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
+        tables = []
+        for batch in batches:
+            table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
+            for launch, rows in self._of(batch):
+                launch.begin(None)
+                launch.measure_lookahead()
+                table[rows] = launch.lookahead_sums
+            tables.append(table)
+        return tables
+
+    def measure(self, batches: Sequence[Batch]) -> list[Tensor]:
+        tables = []
+        for batch in batches:
+            table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
+            for launch, rows in self._of(batch):
+                launch.begin(None)
+                launch.set_denominators(batch.rms_denominator, rows)
+                launch.measure()
+                launch.scale(reduce=True)
+                table[rows] = launch.sums
+            tables.append(table)
+        return tables
+
+    def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
+        tables = []
+        for batch, scale in zip(batches, scales, strict=True):
+            table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
+            for launch, rows in self._of(batch):
+                launch.begin(batch.skip)
+                launch.set_denominators(batch.rms_denominator, rows)
+                launch.set_scales(scale, rows)
+                launch.update(gather=gather)
+                if gather:
+                    launch.scale(reduce=True)
+                    table[rows] = launch.sums
+            tables.append(table)
+        return tables if gather else []
+
+    def _of(self, batch: Batch) -> list[tuple[Launch, Tensor]]:
+        """A batch's launches, each with the rows of its tensors in the batch."""
+        rows = {id(step): row for row, step in enumerate(batch.steps)}
+        return [
+            (launch, torch.tensor([rows[id(step)] for step in launch.steps_of], device=batch.device))
+            for launch in self.launches([batch])
+        ]

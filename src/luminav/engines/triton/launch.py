@@ -1,0 +1,332 @@
+"""A launch plan: tensors that one grid serves, their tables, and the launches of a step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, Scales, TensorStep
+from luminav.engines.triton import kernels
+from luminav.engines.triton import tables as columns
+from luminav.hyperparameters import Options
+from luminav.rule import NUM_SUMS
+
+ROWS = 1024  # partials added at a time by the scales kernel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much a program does, and with how many threads and registers."""
+
+    block: int
+    """Elements in flight: eight per thread with four warps and 1024, one 16-byte load of BF16 each."""
+    iterations: int
+    num_warps: int
+    maxnreg: int | None
+    """Registers per thread. Said aloud, because left alone the assembler saves registers by moving a load down to its
+    first use, and every iteration then waits for memory."""
+
+
+INTERPRETED = kernels.INTERPRETED.value
+MEASURE = Shape(1024, 4, 4, 80)
+UPDATE = Shape(1024, 4, 4, 80)
+SPAN = UPDATE.block * UPDATE.iterations  # elements of a program; the same in MEASURE, since they share tables
+
+TRITON_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the kernels are specialised for; tensors of one kind share a launch."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    moment: torch.dtype
+    master: bool
+    dual: bool
+    cautious: bool
+    coordinate: bool
+    stochastic: bool
+    aligned: bool
+    """Addresses and lengths are multiples of 16, so that loads and stores are vectors."""
+
+    @classmethod
+    def of(cls, step: TensorStep, options: Options) -> Kind:
+        addresses = [t.data_ptr() for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param) if t is not None]  # fmt: skip
+        return cls(
+            param=step.param.dtype,
+            grad=step.grad.dtype,
+            moment=step.exp_avg.dtype,
+            master=step.master_param is not None,
+            dual=step.exp_avg_sq is not None,
+            cautious=options.cautious,
+            coordinate=options.bound and options.bound_type == "coordinate",
+            stochastic=options.stochastic_rounding,
+            aligned=step.param.numel() % ALIGNMENT == 0 and all(address % ALIGNMENT == 0 for address in addresses),
+        )
+
+
+class Launch:
+    """The tables and launches of the tensors of one kind.
+
+    Args:
+        kind: What they have in common.
+        members: (batch, step) of each tensor.
+        math: How elementary functions are computed: PORTABLE, NVIDIA or NVIDIA_COARSE of ``rule.py``.
+    """
+
+    def __init__(self, kind: Kind, members: Sequence[tuple[Batch, TensorStep]], math: int) -> None:
+        self.kind = kind
+        self.steps_of = [step for _, step in members]
+        self.batches = list({id(batch): batch for batch, _ in members}.values())
+        self.device = self.steps_of[0].param.device
+        self.scaled = False
+        self._compiling = False
+        self._guard = current_device(self.device)
+        self.math = math
+        self._fill_static_tables(members)
+        self._make_working_tables()
+        self._uploaded: tuple[list[int], list[bytes]] | None = None
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether kept scales are to be moved on; for tensors of other groups they are ones and stay so."""
+        return any(batch.options.fused_single_pass for batch in self.batches)
+
+    # ---- tables ------------------------------------------------------------------------------------------------------
+
+    def _fill_static_tables(self, members: Sequence[tuple[Batch, TensorStep]]) -> None:
+        counts = [max(1, -(-step.param.numel() // SPAN)) for step in self.steps_of]  # an empty tensor still counts steps
+        firsts = [0]
+        for count in counts:
+            firsts.append(firsts[-1] + count)
+        self.num_programs_in_all = firsts.pop()
+        rows = {id(batch): row for row, batch in enumerate(self.batches)}
+        self.pointers = self._int64([_addresses(step) for step in self.steps_of])
+        self.numels = self._int64([step.param.numel() for step in self.steps_of])
+        self.first_programs = self._int32(firsts)
+        self.num_programs = self._int32(counts)
+        self.program_tensor = torch.repeat_interleave(
+            torch.arange(len(counts), dtype=torch.int32, device=self.device), self.num_programs.to(torch.int64)
+        )
+        self.tensor_group = self._int32([rows[id(batch)] for batch, _ in members])
+        self.tensor_index = self._int64([step.index for step in self.steps_of])
+        self.first_indices = self._int64([step.first_index for step in self.steps_of])
+        self.fp16_flags = self._int32([int(step.param.dtype == torch.float16) for step in self.steps_of])
+        self.offset = any(step.first_index for step in self.steps_of)
+
+    def _make_working_tables(self) -> None:
+        num, device = len(self.steps_of), self.device
+        self.grads = torch.zeros(num, dtype=torch.int64, device=device)
+        self.groups = torch.zeros(len(self.batches), columns.GROUP_WIDTH.value, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(num, columns.NUMBERS_WIDTH.value, dtype=torch.float32, device=device)
+        self.keys = torch.zeros(num, columns.KEY_WIDTH.value, dtype=torch.int32, device=device)
+        self.steps = torch.stack([step.step.to(device) for step in self.steps_of if step.step is not None])
+        self.kept_scales = torch.ones(num, 2, dtype=torch.float32, device=device)
+        for row, step in enumerate(self.steps_of):
+            if step.kept_scales is not None:
+                self.kept_scales[row] = torch.stack(step.kept_scales)
+        self.partials = torch.zeros(self.num_programs_in_all, columns.NUM_PARTIALS.value, dtype=torch.float32, device=device)
+        single = 0 if self.kind.dual else 1
+        self.lookahead_partials = torch.zeros(single * self.num_programs_in_all, dtype=torch.float64, device=device)
+        self.lookahead_sums = torch.zeros(single * num, 2, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(num, NUM_SUMS, dtype=torch.float64, device=device)
+        self.whole_nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self.nonfinite_counts = torch.zeros(num, dtype=torch.float64, device=device)
+
+    def _int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device)
+
+    def _int64(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    def grad_addresses(self) -> list[int]:
+        """The gradients' addresses, 0 for none."""
+        return [0 if step.grad is None else step.grad.data_ptr() or NOT_NULL for step in self.steps_of]
+
+    def refresh(self, addresses: list[int]) -> None:
+        """Upload what changed since the last step, gradient addresses and options, in one copy."""
+        rows = [_group_row(batch.options) for batch in self.batches]
+        if self._uploaded != (addresses, rows):
+            self._uploaded = (addresses, rows)
+            self._upload(addresses, rows)
+        for row, batch in enumerate(self.batches):
+            if isinstance(batch.options.lr, Tensor) and batch.options.lr.device.type != "cpu":
+                self.groups[row, columns.GROUP_LR.value].copy_(batch.options.lr.reshape(()))
+
+    def _upload(self, addresses: list[int], rows: list[bytes]) -> None:
+        words = [word for row in rows for word in struct.unpack(f"{len(row) // 8}q", row)]
+        num_words = len(words)  # the rows first: their length keeps both tables aligned, as the compiled kernels expect
+        words += addresses
+        host = torch.tensor(words, dtype=torch.int64)
+        if self.device.type == "cpu":
+            device_words = host
+        else:
+            # From the caching pinned allocator, which keeps the memory until the copy is done.
+            device_words = host.pin_memory().to(self.device, non_blocking=True)
+        self.grads = device_words[num_words:]
+        self.groups = device_words[:num_words].view(torch.float64).view(len(rows), -1)
+
+    # ---- launches ----------------------------------------------------------------------------------------------------
+
+    def begin(self, skip: Tensor | None) -> None:
+        """Everything the kernels need to know of this step, for a step outside :class:`luminav.replay.Replay`.
+
+        Args:
+            skip: 0-dim bool on the device: True leaves every tensor alone. None is False.
+        """
+        self.refresh(self.grad_addresses())
+        found_inf = None if skip is None else skip.to(torch.float32)
+        self.compute_numbers(self.batches[0].grad_scale, found_inf, kept=False)
+
+    def compute_numbers(self, grad_scale: Tensor | None, found_inf: Tensor | None, *, kept: bool) -> None:
+        """Numbers, noise keys and active flags of this step; with `kept`, step sizes from the kept scales."""
+        num = len(self.steps_of)
+        self.scaled = grad_scale is not None or any(batch.options.maximize for batch in self.batches)
+        self._launch(
+            kernels.numbers_kernel, triton.cdiv(num, 32),
+            self.numbers, self.keys, self.grads, self.steps, self.tensor_group, self.tensor_index, self.fp16_flags,
+            self.groups, self.kept_scales,
+            self.numbers if grad_scale is None else grad_scale, self.numbers if found_inf is None else found_inf, num,
+            SCALED=grad_scale is not None, FOUND_INF=found_inf is not None, KEPT=kept, BLOCK=32, num_warps=1,
+        )  # fmt: skip
+
+    def measure_lookahead(self) -> None:
+        """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
+        self._launch(
+            kernels.lookahead_kernel, self.num_programs_in_all,
+            *self._common(), self.lookahead_partials, **self._types(), **self._shape(MEASURE)
+        )
+        self._launch(
+            kernels.rms_kernel, len(self.steps_of),
+            self.numels, self.first_programs, self.num_programs, self.lookahead_partials, self.lookahead_sums,
+            self.numbers, self.keys, self.tensor_group, self.fp16_flags, self.groups, BLOCK=ROWS, num_warps=4,
+        )  # fmt: skip
+
+    def measure(self) -> None:
+        """Each program's sums, without changing anything."""
+        kind = self.kind
+        self._launch(
+            kernels.measure_kernel, self.num_programs_in_all,
+            *self._common(), self.partials, WEIGHT=tl.float32 if kind.master else TRITON_TYPES[kind.param],
+            WEIGHT_ROW=columns.MASTER if kind.master else columns.PARAM, DUAL=kind.dual, CAUTIOUS=kind.cautious,
+            MATH=self.math, **self._types(), **self._shape(MEASURE),
+        )  # fmt: skip
+
+    def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
+        """Sums from partials (`reduce`); scales from sums, for this step (`exact`) or the next (`blend`)."""
+        self._launch(
+            kernels.scales_kernel, len(self.steps_of),
+            self.partials, self.first_programs, self.num_programs, self.numels, self.sums, self.nonfinite_counts,
+            self.whole_nonfinite, self.numbers, self.keys, self.tensor_group, self.groups, self.kept_scales,
+            REDUCE=reduce, EXACT=exact, BLEND=blend, BLOCK=ROWS, num_warps=8,
+        )  # fmt: skip
+
+    def update(self, *, gather: bool) -> None:
+        """New weights, moments and step counts."""
+        kind = self.kind
+        self._launch(
+            kernels.update_kernel, self.num_programs_in_all,
+            *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
+            HAS_MASTER=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
+            STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset, **self._types(),
+            **self._shape(UPDATE),
+        )  # fmt: skip
+
+    def set_denominators(self, per_tensor: Tensor | None, rows: Tensor) -> None:
+        """Take the denominators of the single buffer from outside."""
+        if per_tensor is not None:
+            self.numbers[:, columns.RMS_DENOMINATOR.value] = per_tensor[rows].to(torch.float32)
+
+    def set_scales(self, scales: Scales, rows: Tensor) -> None:
+        """Take c and s of this step from outside."""
+        lr = self.groups[:, columns.GROUP_LR.value][self.tensor_group.to(torch.int64)]
+        step_sizes = Scales(scales.cautious[rows], scales.bound[rows]).step_sizes(lr)
+        self.numbers[:, columns.STEP_SIZE.value] = step_sizes.to(torch.float32)
+
+    def compile(self, *, exact: bool, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """Compile every kernel of a step without launching any: what cannot be compiled must fail before it writes."""
+        if INTERPRETED:
+            return
+        self._compiling = True
+        self.compute_numbers(grad_scale, found_inf, kept=not exact)
+        if not self.kind.dual:
+            self.measure_lookahead()
+        if exact:
+            self.measure()
+        self.scale(reduce=True, exact=exact, blend=not exact and self.one_pass)
+        self.update(gather=not exact)
+        self._compiling = False
+
+    def _launch(self, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
+        options["enable_fp_fusion"] = True  # Triton's default up to 3.9, not from 3.10 on
+        with self._guard:
+            if self._compiling:
+                kernel.warmup(*args, grid=(num_programs,), **options)
+            else:
+                kernel[(num_programs,)](*args, **options)
+
+    def _common(self) -> tuple[Tensor, ...]:
+        return (
+            self.pointers, self.grads, self.numels, self.first_programs, self.program_tensor, self.numbers, self.keys,
+        )  # fmt: skip
+
+    def _types(self) -> dict[str, Any]:
+        kind = self.kind
+        return {
+            "GRAD": TRITON_TYPES[kind.grad], "MOMENT": TRITON_TYPES[kind.moment], "SCALED": self.scaled,
+            "ALIGNED": kind.aligned,
+        }  # fmt: skip
+
+    def _shape(self, shape: Shape) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "BLOCK": shape.block, "ITERATIONS": shape.iterations, "num_warps": shape.num_warps,
+        }  # fmt: skip
+        if self.device.type == "cuda" and torch.version.hip is None and shape.maxnreg is not None:
+            options["maxnreg"] = shape.maxnreg
+        return options
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context, to be entered again and again, in which `device` is the one that kernels are launched on."""
+    if device.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return context
+
+
+def _addresses(step: TensorStep) -> list[int]:
+    """A row of the table `pointers`."""
+    param = step.param.data_ptr()
+    return [
+        param,
+        step.exp_avg.data_ptr(),
+        0 if step.exp_avg_sq is None else step.exp_avg_sq.data_ptr(),
+        param if step.master_param is None else step.master_param.data_ptr(),
+    ]
+
+
+def _group_row(options: Options) -> bytes:
+    """A row of the table `groups`; lr is filled in on the device if it lives there."""
+    lr = options.lr
+    if isinstance(lr, Tensor):
+        lr = lr.item() if lr.device.type == "cpu" else 0.0
+    numbers = [
+        lr, *options.betas, options.eps, options.weight_decay, options.tau, options.alpha_ss,
+        options.cautious_clamp_min, options.bound_ratio, options.ema_decay,
+    ]  # fmt: skip
+    flags = [-1.0 if options.maximize else 1.0, float(options.cautious), float(options.bound and options.bound_type == "radial")]
+    return struct.pack(f"{len(numbers)}dq{len(flags)}d2d", *numbers, options.seed, *flags, 0.0, 0.0)

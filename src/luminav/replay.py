@@ -1,0 +1,275 @@
+"""A step of the Triton engine that is kept: checked quickly, and launched again.
+
+Most steps differ from the one before in gradient addresses and learning rate only. Working through every option, state
+tensor and table again would take longer on the host than the whole step on the device, so a :class:`Replay` remembers
+what the launches were built from. If that still holds, a step is a few launches.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from luminav.assembly import Scaling, Work
+from luminav.distributed import local
+from luminav.engines import give_up_triton
+from luminav.engines.batch import ALIGNMENT, NOT_NULL, TensorStep
+from luminav.hyperparameters import OPTIONS, Options
+from luminav.state import KEPT_SCALES, ParamState, Written
+
+
+class TritonFailed(Exception):
+    """The Triton engine's kernels did not compile. Nothing has been launched."""
+
+    def __init__(self, works: Sequence[Work], reason: str) -> None:
+        super().__init__(reason)
+        self._works, self._reason = works, reason
+
+    def settle(self) -> None:
+        """Let "auto" use another engine from now on, with one warning; raise RuntimeError if Triton was asked for."""
+        if any(work.batch.options.execution == "triton" for work in self._works):
+            raise RuntimeError(f"execution='triton' cannot run here: {self._reason}.") from self.__cause__
+        for device in {work.batch.device for work in self._works}:
+            give_up_triton(device, self._reason)
+        message = f"luminav uses the foreach engine instead of Triton: {self._reason}."
+        warnings.warn(message, RuntimeWarning, stacklevel=5)
+
+
+_values = itemgetter(*(name for name in OPTIONS if name != "lr"))
+
+
+class Replay:
+    """The launches of a step, and what they were built from.
+
+    It is made and compiled before anything is written, and touches the optimizer's state only in :meth:`remember`, when
+    its first step is done: a step that fails leaves no trace there.
+
+    Args:
+        works: The works of a step that the Triton engine serves alone and unsharded.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = list(works)
+        engine: Any = works[0].engine
+        self.early: list[Any] = engine.launches([work.batch for work in works if work.early])
+        self.late: list[Any] = engine.launches([work.batch for work in works if not work.early])
+        self._launches = self.early + self.late
+        pairs = [pair for work in works for pair in zip(work.items, work.batch.steps, strict=True)]
+        self._items, self._steps = [item for item, _ in pairs], [step for _, step in pairs]
+        self.params = [item.param for item in self._items]
+        self._grad_addresses = [step.grad.data_ptr() or NOT_NULL for step in self._steps]
+        places = {id(step): place for place, step in enumerate(self._steps)}
+        self._places = [[places[id(step)] for step in launch.steps_of] for launch in self._launches]
+        self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
+        self._compiled: tuple[bool, bool] | None = None
+        self._remembered = False
+
+    def remember(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState]) -> None:
+        """Note what the launches were built from, after their first step.
+
+        Args:
+            groups: The optimizer's groups.
+            state: The optimizer's state. Step counts and kept scales become views of the tables that the kernels write.
+        """
+        params = [param for group in groups for param in group["params"]]
+        served = {id(param) for param in self.params}
+        self._param_ids = [id(param) for param in params]
+        self._idle = [param for param in params if id(param) not in served]
+        self._group_values = [_values(group) for group in groups]
+        self._lrs = [group["lr"] for group in groups]
+        self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
+        aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
+        self._grad_kinds = [
+            (step.grad.dtype, step.grad.shape, ALIGNMENT if aligned[id(step)] else 1) for step in self._steps
+        ]
+        self._install_views()
+        self._state_values = _values_of(state.values())  # held, so that no new tensor can have the id of an old one
+        self._state_ids = [id(value) for value in self._state_values]
+        first_views = [self._items[places[0]].state["step"] for places in self._places]
+        self._tensors = [tensor for step in self._steps for tensor in _tensors(step)] + first_views
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        watched = [item for item in self._items if item.options.master_weights != "none"]
+        self._written = [(item.param, Written.of(item.param)) for item in watched]
+        self._masters = [number for number, item in enumerate(watched) if "master_param" in item.state]
+        self._versions = [param._version for param, _ in self._written]
+        self._remembered = True
+
+    def _install_views(self) -> None:
+        for launch, places in zip(self._launches, self._places, strict=True):
+            for row, place in enumerate(places):
+                item = self._items[place]
+                item.state["step"] = launch.steps[row]
+                if item.options.fused_single_pass:
+                    item.state.update(zip(KEPT_SCALES, launch.kept_scales[row].unbind(), strict=True))
+
+    # ---- does it still hold? -----------------------------------------------------------------------------------------
+
+    def holds(
+        self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], scaling: Scaling | None
+    ) -> bool:
+        """Whether a step now would do the same launches. Takes over new gradients and learning rates if so.
+
+        Every tensor's address is compared, since ``tensor.data = …`` leaves no other trace; for step counts, which lie in
+        one table, the first one's.
+        """
+        return (
+            self._same_groups(groups)
+            and self._same_grads()
+            and [id(value) for value in _values_of(state.values())] == self._state_ids
+            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and all(param.is_contiguous() for param in self.params)
+            and self._masters_unedited()
+            and (scaling is None or _kind_of(scaling) == self._compiled)
+        )
+
+    def _masters_unedited(self) -> bool:
+        """Whether nobody has written a weight that has a master, which would have to adopt the edit."""
+        return all(self._written[number][0]._version == self._versions[number] for number in self._masters)
+
+    def _same_groups(self, groups: list[dict[str, Any]]) -> bool:
+        if [id(param) for group in groups for param in group["params"]] != self._param_ids:
+            return False
+        if [_values(group) for group in groups] != self._group_values:
+            return False
+        return all(self._same_lr(number, group) for number, group in enumerate(groups))
+
+    def _same_lr(self, number: int, group: dict[str, Any]) -> bool:
+        """Whether a group's learning rate, perhaps a new one, can be taken over."""
+        lr, old = group["lr"], self._lrs[number]
+        if isinstance(lr, Tensor) or isinstance(old, Tensor):
+            if lr is not old:
+                return False
+            if lr.device.type != "cpu":
+                return True
+        elif lr == old:
+            return True
+        try:
+            options = Options.from_group(group)
+        except (TypeError, ValueError):
+            return False  # the step that follows refuses it
+        self._lrs[number] = lr
+        for batch in self._batches[number]:
+            batch.options = options
+        return True
+
+    def _same_grads(self) -> bool:
+        if any(param.grad is not None for param in self._idle):
+            return False
+        addresses = []
+        for param, (dtype, shape, alignment) in zip(self.params, self._grad_kinds, strict=True):
+            grad = param.grad
+            if grad is None:
+                addresses.append(0)  # the tensor is inactive for this step
+                continue
+            if grad.layout is not torch.strided or grad.dtype is not dtype or grad.shape != shape:
+                return False
+            address = grad.data_ptr() or NOT_NULL
+            if address % alignment or not grad.is_contiguous():
+                return False
+            addresses.append(address)
+        self._grad_addresses = addresses
+        return True
+
+    # ---- launch ------------------------------------------------------------------------------------------------------
+
+    def compile(self, scaling: Scaling) -> None:
+        """Compile all kernels that a step under this kind of scaling needs; raises what the compiler raises."""
+        for launch in self._launches:
+            launch.compile(exact=launch in self.late, **_on_device(scaling, launch.device))
+        self._compiled = _kind_of(scaling)
+
+    def run(self, scaling: Scaling) -> None:
+        """Take the step. Nothing of an exact tensor is written before every exact tensor is measured."""
+        for launch, places in zip(self._launches, self._places, strict=True):
+            launch.refresh([self._grad_addresses[place] for place in places])
+            launch.compute_numbers(**_on_device(scaling, launch.device), kept=launch in self.early)
+            if not launch.kind.dual:
+                launch.measure_lookahead()
+        for launch in self.late:
+            launch.measure()
+        for launch in self.early:
+            launch.update(gather=True)
+            launch.scale(reduce=True, blend=launch.one_pass)
+        for launch in self.late:
+            launch.scale(reduce=True, exact=True)
+            launch.update(gather=False)
+        torch.autograd.graph.increment_version(self.params)
+        self._watch.after_step()
+        if self._remembered:
+            self._versions = [param._version for param, _ in self._written]
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step can do the same launches.
+
+        It does not where one-pass mode took its exact first step. A DTensor's local gradient is another object in every
+        step, so those are looked up anew.
+        """
+        first_of_one_pass = any(work.items[0].options.fused_single_pass and not work.early for work in self._works)
+        return not first_of_one_pass and all(param is local(param) for param in self.params)
+
+    def written(self) -> list[tuple[Tensor, Written]]:
+        """The weights that have a master, or may get one, as they were after our last write."""
+        return [
+            (param, weight if weight.versions[0] == version else weight._replace(versions=(version, version)))
+            for (param, weight), version in zip(self._written, self._versions, strict=True)
+        ]
+
+    @property
+    def saw_whole_nonfinite(self) -> bool:
+        """Whether a gradient without any finite element is known to have come; the host learns of it with delay."""
+        return self._watch.seen
+
+    def nonfinite_counts(self) -> list[tuple[torch.device, Tensor]]:
+        """Number of non-finite gradient elements seen by each launch, on its device."""
+        return [(launch.device, launch.nonfinite_counts.sum()) for launch in self._launches]
+
+
+class Watch:
+    """Flags on devices, read by the host now and then without waiting: it looks at a copy ordered long before."""
+
+    EVERY = 64  # steps between two looks, far more than the host can be ahead of the device
+
+    def __init__(self, flags: list[Tensor]) -> None:
+        self.seen = False
+        self._steps = 0
+        self._flags = flags
+        self._copies = [torch.zeros(1, dtype=flag.dtype, pin_memory=flag.device.type != "cpu") for flag in flags]
+
+    def after_step(self) -> None:
+        """Order a copy after the first step and every 64 steps from then on; look at it 32 steps later."""
+        if self._steps % self.EVERY == 0:
+            for copy, flag in zip(self._copies, self._flags, strict=True):
+                copy.copy_(flag, non_blocking=True)
+        elif self._steps % self.EVERY == self.EVERY // 2:
+            self.seen = any(copy.item() for copy in self._copies)
+        self._steps += 1
+
+
+def _kind_of(scaling: Scaling) -> tuple[bool, bool]:
+    """What the kernels are specialised for: whether gradients are scaled, and whether a step may be skipped."""
+    return scaling.grad_scale is not None, scaling.found_inf is not None
+
+
+def _on_device(scaling: Scaling, device: torch.device) -> dict[str, Tensor | None]:
+    scale, found_inf = scaling.grad_scale, scaling.found_inf
+    if isinstance(scale, float):
+        scale = torch.tensor(scale, dtype=torch.float64)
+    return {
+        "grad_scale": None if scale is None else torch.as_tensor(scale, device=device),
+        "found_inf": None if found_inf is None else found_inf.to(device),
+    }
+
+
+def _tensors(step: TensorStep) -> list[Tensor]:
+    kept = (step.param, step.exp_avg, step.exp_avg_sq, step.master_param)
+    return [tensor for tensor in kept if tensor is not None]
+
+
+def _values_of(states: Iterable[ParamState]) -> list[Any]:
+    return [value for state in states for value in state.values()]

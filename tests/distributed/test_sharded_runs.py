@@ -1,0 +1,94 @@
+"""Shards of the same parameters, fed with the same global gradients, take the steps of the unsharded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import sharded
+import torch
+
+pytestmark = [pytest.mark.distributed, ranks.needs_gloo]
+
+OPTION_SETS: list[dict[str, Any]] = [
+    {},
+    {"execution": "single"},
+    {"buffer": 1},
+    {"fused_single_pass": True},
+    {"cautious": False, "bound": False},
+    {"buffer": 1, "cautious": False, "bound": False},
+    {"bound_type": "coordinate", "weight_decay": 1.0, "maximize": True},
+]
+LARGE_STEP = {"lr": 2e-2}  # the bounds and scales then matter: with the default the radial bound changes no FP32 bit
+
+EVERY_WAY = [
+    ("fsdp2", 1), ("fsdp2", 2), ("fsdp2", 3), ("fsdp2", 4),
+    ("fsdp1", 2), ("fsdp1", 3), ("fsdp1", 4),
+    ("flat_pieces", 2), ("flat_pieces", 3), ("flat_pieces", 4),
+    ("tensor_parallel", 2), ("tensor_parallel", 3),
+    ("hsdp", 4), ("two_dimensional", 4), ("fsdp2_with_tensor_parallel", 4),
+]  # fmt: skip
+
+FP32_TOLERANCE = 1e-6
+"""Sums are taken in other pieces, so that a scale may differ in the last bit of FP32, 6e-8."""
+
+EQUAL_SHARE = 0.9999
+"""A scale's last bit moves a rounding threshold by 1e-7 of the step: some elements in a million fall to the other side."""
+
+
+@pytest.mark.parametrize(("way", "world"), EVERY_WAY)
+def test_fp32_is_the_unsharded_run(way: str, world: int, tmp_path: Path) -> None:
+    option_sets = [{**LARGE_STEP, **options} for options in OPTION_SETS]
+    for found in ranks.run(sharded.compare, world, tmp_path, way=way, option_sets=option_sets):
+        for options, difference in zip(option_sets, found):
+            assert difference.largest <= FP32_TOLERANCE, options
+
+
+@pytest.mark.parametrize(
+    ("way", "world"), [("fsdp2", 4), ("fsdp1", 3), ("flat_pieces", 3), ("fsdp2_with_tensor_parallel", 4)]
+)
+def test_missing_gradients_count_as_zero(way: str, world: int, tmp_path: Path) -> None:
+    """On some ranks; where no rank has one, the parameter is skipped: steps and states are the unsharded run's."""
+    option_sets = [{**LARGE_STEP, **options} for options in OPTION_SETS]
+    for found in ranks.run(sharded.compare, world, tmp_path, way=way, option_sets=option_sets, missing=True):
+        for options, difference in zip(option_sets, found):
+            assert difference.largest <= FP32_TOLERANCE, options
+
+
+@pytest.mark.parametrize(
+    ("way", "world", "options"),
+    [
+        ("fsdp2", 2, {}),
+        ("fsdp2", 3, {"master_weights": "semi"}),
+        ("fsdp2", 4, {"buffer": 1}),
+        ("hsdp", 4, {"fused_single_pass": True}),
+        ("tensor_parallel", 3, {}),
+        ("two_dimensional", 4, {}),
+        ("fsdp2_with_tensor_parallel", 4, {}),
+        ("fsdp1", 3, {}),
+        ("flat_pieces", 4, {"fused_single_pass": True}),
+    ],
+)
+def test_bf16_draws_the_noise_of_the_unsharded_run(
+    way: str, world: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """After 50 steps 99.99 % of the elements are bit-equal and the rest within two ulps; without sums, all are equal."""
+    found = ranks.run(
+        sharded.compare, world, tmp_path, way=way, dtype=torch.bfloat16, shapes=sharded.LARGE_SHAPES, steps=50,
+        option_sets=[{**LARGE_STEP, **options}, {**LARGE_STEP, "cautious": False, "bound": False}],
+    )  # fmt: skip
+    scaled, unscaled = [list(column) for column in zip(*found)]
+    assert sum(d.unequal for d in scaled) <= (1 - EQUAL_SHARE) * sum(d.numel for d in scaled)
+    assert max(d.ulps for d in scaled) <= 2
+    assert [(d.unequal, d.unequal_state) for d in unscaled] == [(0, 0)] * world
+
+
+def test_replicas_stay_bit_identical(tmp_path: Path) -> None:
+    """HSDP: ranks 0 and 2 hold the same shards, and so do 1 and 3. FP16 steps depend on every bit of the scales."""
+    options = [{"lr": 2e-2}, {"lr": 2e-2, "buffer": 1}, {"lr": 2e-2, "fused_single_pass": True}]
+    found = ranks.run(sharded.compare, 4, tmp_path, way="hsdp", dtype=torch.float16, option_sets=options, steps=8)
+    for first, second in ((0, 2), (1, 3)):
+        assert [d.digest for d in found[first]] == [d.digest for d in found[second]]
+    assert found[0] != found[1]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from luminav import LuminaV
 from luminav.assembly import Scaling
+from luminav.stepper import Stepper
 
 ROWS = 5
 
@@ -225,6 +226,7 @@ def test_a_refused_step_leaves_no_scale_behind() -> None:
         optimizer.param_groups[0]["tau"] = -1.0
         with pytest.raises(ValueError, match="tau"):
             step_scaled(scaler, optimizer, params, step)
+        assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
         optimizer.param_groups[0]["tau"] = 0.8
         step_scaled(scaler, optimizer, params, step)
     assert_same_state(state_of(optimizer, params), plain(dtype=torch.float16))
@@ -262,14 +264,14 @@ def test_an_overflow_flag_may_be_set_by_hand() -> None:
 def flag_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get the overflow flag as a tensor, as on an accelerator; the CPU would otherwise look at once."""
 
-    on_the_host = LuminaV._scaling
+    on_the_host = Stepper._scaling
 
-    def scaling(self: LuminaV, pending: Any) -> Scaling | None:
-        if not hasattr(self, "found_inf"):
+    def scaling(self: Stepper, pending: Any) -> Scaling | None:
+        if not hasattr(self.optimizer, "found_inf"):
             return on_the_host(self, pending)
-        return Scaling(getattr(self, "grad_scale", None), self.found_inf)
+        return Scaling(getattr(self.optimizer, "grad_scale", None), self.optimizer.found_inf)
 
-    monkeypatch.setattr(LuminaV, "_scaling", scaling)
+    monkeypatch.setattr(Stepper, "_scaling", scaling)
 
 
 @pytest.mark.usefixtures("flag_stays_on_the_device")

@@ -1,4 +1,4 @@
-"""torch.compile: the optimizer runs eagerly inside compiled code, gives the same bits, and compiling comes to an end."""
+"""torch.compile: the optimizer runs eagerly inside compiled code, to the same bits, and compiling comes to an end."""
 
 from __future__ import annotations
 

@@ -95,6 +95,10 @@ def test_loading_the_live_state_of_another_optimizer_ties_nothing(dtype: torch.d
     one, other = LuminaV([a], **copy.deepcopy(options)), LuminaV([b])
     take_steps(one, [a], range(2))
     other.load_state_dict(one.state_dict())
+    pointers = [
+        {value.data_ptr() for value in its.state[its.param_groups[0]["params"][0]].values()} for its in (one, other)
+    ]
+    assert not pointers[0] & pointers[1]
     before, lr = state_of(one, [a]), float(one.param_groups[0]["lr"])
     if isinstance(other.param_groups[0]["lr"], Tensor):
         other.param_groups[0]["lr"].fill_(0.5)
@@ -411,8 +415,8 @@ def test_keys_of_others_in_a_group_are_kept() -> None:
     assert (reader.param_groups[0]["initial_lr"], reader.param_groups[0]["lr_scale"]) == (0.5, 2.0)
 
 
-def test_unknown_state_of_a_file_is_dropped() -> None:
-    """Entries beyond the parameters, and keys beyond the table."""
+def test_unknown_state_of_a_file_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    """Entries beyond the parameters, with a word of it, and keys beyond the table."""
     param = parameter(normal((4,), 0))
     optimizer = LuminaV([param])
     take_steps(optimizer, [param], range(2))
@@ -421,9 +425,13 @@ def test_unknown_state_of_a_file_is_dropped() -> None:
     file["state"]["global"] = {"x": torch.ones(4)}
     file["state"][17] = {"step": 3}
     reader = LuminaV([param])
-    reader.load_state_dict(file)
+    with caplog.at_level(logging.WARNING, logger="luminav"):
+        reader.load_state_dict(file)
     assert_same_state(state_of(reader, [param]), state_of(optimizer, [param]))
     assert list(reader.state) == [param]
+    assert [record.getMessage() for record in caplog.records] == [
+        "state['global'] in the loaded file (of 2 such) belongs to no parameter: dropped."
+    ]
 
 
 def test_a_group_added_after_loading_trains() -> None:

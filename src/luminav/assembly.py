@@ -175,7 +175,9 @@ def tensor_step(item: Pending, step: int | Tensor | None) -> TensorStep:
         jumps=layout.jumps,
         index=item.index,
         step=state["step"],
-        kept_scales=(state["cautious_scale"], state["bound_scale"]) if "bound_scale" in state else None,
+        kept_scales=(state["cautious_scale"], state["bound_scale"])
+        if all(key in state for key in KEPT_SCALES)
+        else None,
     )
 
 
@@ -302,7 +304,7 @@ def measure_lookahead(works: Sequence[Work], domains: Sequence[Domain]) -> None:
             add_up(domain, [work for work in single if work.domain is domain], num_sums=2)
     for work in single:
         lookahead_sq, numel = work.sums[:, 0], work.sums[:, 1]
-        numbers, options = work.batch.numbers, work.batch.options
+        numbers, options = work.batch.step_numbers, work.batch.options
         work.batch.rms_denominator = rule.single_denominator(lookahead_sq, numel, numbers, options)
 
 

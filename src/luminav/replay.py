@@ -87,6 +87,7 @@ class Replay:
         self._grad_kinds = [
             (step.grad.dtype, step.grad.shape, ALIGNMENT if aligned[id(step)] else 1) for step in self._steps
         ]
+        self._shapes = [param.shape for param in self.params]
         self._install_views()
         self._state_values = _values_of(state.values())  # held, so that no new tensor can have the id of an old one
         self._state_ids = [id(value) for value in self._state_values]
@@ -109,19 +110,18 @@ class Replay:
 
     # ---- does it still hold? -----------------------------------------------------------------------------------------
 
-    def holds(
-        self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], scaling: Scaling | None
-    ) -> bool:
+    def holds(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], scaling: Scaling | None) -> bool:
         """Whether a step now would do the same launches. Takes over new gradients and learning rates if so.
 
-        Every tensor's address is compared, since ``tensor.data = …`` leaves no other trace; for step counts, which lie in
-        one table, the first one's.
+        Addresses and shapes are compared too, since ``tensor.data = …`` leaves no other trace; of the step counts,
+        which lie in one table, the first one's address.
         """
         return (
             self._same_groups(groups)
             and self._same_grads()
             and [id(value) for value in _values_of(state.values())] == self._state_ids
             and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and [param.shape for param in self.params] == self._shapes
             and all(param.is_contiguous() for param in self.params)
             and self._masters_unedited()
             and (scaling is None or _kind_of(scaling) == self._compiled)
@@ -142,11 +142,10 @@ class Replay:
         """Whether a group's learning rate, perhaps a new one, can be taken over."""
         lr, old = group["lr"], self._lrs[number]
         if isinstance(lr, Tensor) or isinstance(old, Tensor):
-            if lr is not old:
-                return False
-            if lr.device.type != "cpu":
-                return True
-        elif lr == old:
+            same = lr is old and lr.device.type != "cpu"  # on a device it is read there; on the host it must be checked
+        else:
+            same = lr == old
+        if same:
             return True
         try:
             options = Options.from_group(group)

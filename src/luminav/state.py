@@ -103,7 +103,6 @@ STATE: tuple[StateTensor, ...] = (
 )  # fmt: skip
 
 
-
 def elementwise(state: ParamState) -> list[Tensor]:
     """What there is of a parameter's state that is shaped like it, local tensors."""
     return [local(state[kind.key]) for kind in STATE if kind.per_element and state.get(kind.key) is not None]
@@ -292,6 +291,14 @@ def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int)
         logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
                    group[name], current.get(name))  # fmt: skip
     return group
+
+
+def report_dropped(keys: list[Any]) -> None:
+    """Log entries of a file that belong to no parameter of its groups."""
+    if keys:
+        logger.warning(
+            "state[%r] in the loaded file (of %d such) belongs to no parameter: dropped.", keys[0], len(keys)
+        )
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes import TINY, SignalAt
 
+from luminav.cli.app import run
 from luminav.cli.demo.signals import StopRequest
 from luminav.cli.errors import Interrupted
 
@@ -28,7 +29,7 @@ MOMENTS = {
     "between writing a checkpoint and putting it in place": SignalAt(CHECKPOINT, "os.replace", 3),
     "just after a checkpoint was put in place": SignalAt(CHECKPOINT, "os.replace", 3, after=True),
     "between two checkpoints": SignalAt(TRAINING, "Run.take_step", 7, after=True),
-    "within an optimizer step": SignalAt("luminav.optimizer", "LuminaV._finish", 20),
+    "within an optimizer step": SignalAt("luminav.stepper", "Stepper._finish", 20),
     "within a validation": SignalAt(TRAINING, "Run._nats", 40),
     "before the first contender is known as finished": SignalAt(CHECKPOINT, "os.replace", 5),
     "between the contenders": SignalAt(CHECKPOINT, "os.replace", 5, after=True),
@@ -70,6 +71,18 @@ def test_killed_and_resumed_ends_with_the_same_bits(
     assert same(outcome(folder), outcome(finished_once[0]))
     metrics = "runs/demo/metrics.csv"
     assert (folder / metrics).read_text() == (finished_once[0] / metrics).read_text()
+
+
+@pytest.mark.parametrize("arguments", [TINY, ["demo", "--resume"]], ids=["new", "resumed"])
+def test_new_and_resumed_runs_forbid_mkl_to_change_the_threads(
+    arguments: list[str], finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MKL takes fewer threads now and then, and other sums, unless the number was set by a call."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.chdir(finished)
+    assert run(list(arguments)) == 0
+    assert torch.get_num_threads() in numbers
 
 
 def test_killed_again_and_again(folder: Path, finished_once: tuple[Path, processes.Ended]) -> None:

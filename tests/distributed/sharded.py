@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from luminav import LuminaV
+
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 SHAPES = ((7, 5), (1,), (3, 4, 5), (16, 6), (2, 9), (5,))
 """Uneven over 2, 3 and 4 ranks, and empty on some."""
@@ -42,7 +44,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def wholes(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+def wholes(shapes: Shapes, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
     """The same values on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -159,7 +161,7 @@ WAYS = {
 # ---- a run beside its unsharded twin -------------------------------------------------------------------------------
 
 
-def grads_of(shapes: Sequence[tuple[int, ...]], step: int, dtype: torch.dtype) -> list[Tensor]:
+def grads_of(shapes: Shapes, step: int, dtype: torch.dtype) -> list[Tensor]:
     """Global gradients of a step; their scale changes, so that the variance has something to follow."""
     return [g * (0.1 + step % 3) for g in wholes(shapes, dtype, seed=1000 + step)]
 
@@ -192,9 +194,7 @@ class Difference:
 class Twins:
     """The same parameters whole and sharded, each with an optimizer, fed with the same global gradients."""
 
-    def __init__(
-        self, way: str, options: dict[str, Any], dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]
-    ) -> None:
+    def __init__(self, way: str, options: dict[str, Any], dtype: torch.dtype, shapes: Shapes) -> None:
         tensors = wholes(shapes, dtype)
         self.shapes, self.dtype = shapes, dtype
         self.shards = WAYS[way](tensors)
@@ -241,15 +241,13 @@ class Twins:
             ours, theirs = self.optimizer.state.get(param, {}), self.whole_optimizer.state.get(whole, {})
             assert {k: v.dtype for k, v in ours.items()} == {k: v.dtype for k, v in theirs.items()}
             found.add(local(param), self.shards.local(n, whole))
-            digest.update(local(param).contiguous().view(torch.uint8).numpy().tobytes())
             for key, value in ours.items():
-                per_element = key in ("exp_avg", "exp_avg_sq", "master_param", "master_remainder")
+                per_element = value.ndim > 0 or param.ndim == 0
                 assert isinstance(value, DTensor) == (per_element and isinstance(param, DTensor)), key
                 expected = self.shards.local(n, theirs[key]) if per_element else theirs[key]
-                found.unequal_state += int(
-                    (local(value) != expected.reshape(value.shape if not per_element else local(value).shape)).sum()
-                )
-                digest.update(local(value).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                found.unequal_state += int((local(value).flatten() != expected.flatten()).sum())
+            for tensor in (param, *ours.values()):
+                digest.update(local(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         found.digest = digest.hexdigest()
         return found
 
@@ -266,7 +264,7 @@ def compare(
     option_sets: Sequence[dict[str, Any]],
     *,
     dtype: torch.dtype = torch.float32,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    shapes: Shapes = SHAPES,
     steps: int = 6,
     missing: bool = False,
 ) -> list[Difference]:

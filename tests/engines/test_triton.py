@@ -64,8 +64,16 @@ def test_the_engine_asked_for_is_the_one_that_runs() -> None:
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 
-@by_storage
-@pytest.mark.parametrize("mode", MODES)
+FEW_MODES = ("dual-gated-radial", "dual-ungated-coordinate", "one_pass-gated-coordinate", "single-gated-radial")
+CASES = [
+    pytest.param(mode, dtype, master, id=f"{mode}-{dtype_name(dtype)}-{master}")
+    for mode in MODES
+    for dtype, master in STORAGES
+    if master == "none" or mode in FEW_MODES or not INTERPRETED  # the interpreter is slow
+]
+
+
+@pytest.mark.parametrize(("mode", "dtype", "master"), CASES)
 def test_every_mode(mode: str, dtype: torch.dtype, master: str) -> None:
     """Three steps: one-pass mode takes an exact one and two with kept scales. One tensor aligned, one of odd length."""
     makers = weights([(16, 9), (67,)], dtype)
@@ -84,7 +92,7 @@ def test_every_option(name: str, dtype: torch.dtype) -> None:
         race.step(grad_row(makers, step))
 
 
-@by_dtype
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
 @by_core_mode
 def test_groups_differ_in_every_number(mode: str, dtype: torch.dtype) -> None:
     """Tensors of several groups share a launch; each has its own numbers."""
@@ -142,9 +150,10 @@ def test_capturable_and_learning_rates_on_the_device(mode: str) -> None:
 def test_shapes(mode: str, dtype: torch.dtype, master: str) -> None:
     """Nothing, one element, primes, powers of two and their neighbours, one program's elements and more."""
     whole = triton_runs.span()
-    shapes: list[tuple[int, ...]] = [(), (1,), (0,), (2, 0, 3), (31,), (63,), (65,), (whole,), (whole + 1,), (2 * whole + 16,)]
-    if INTERPRETED and (dtype, master) not in ((torch.bfloat16, "none"), (torch.float16, "semi"), (torch.float32, "none")):
-        shapes = [(0,), (whole + 3,)]  # the interpreter is slow
+    shapes: list[tuple[int, ...]] = [(), (1,), (2, 0, 3), (31,), (65,), (whole,), (whole + 1,), (2 * whole - 1,)]
+    in_full = (("exact", torch.bfloat16, "none"), ("one_pass", torch.float16, "semi"))
+    if INTERPRETED and (mode, dtype, master) not in in_full:
+        shapes = [(0,), (whole + 3,)]
     makers = weights(shapes, dtype)
     race = Race(makers, master_weights=master, **CORE_MODES[mode])
     for step in range(2):
@@ -181,7 +190,10 @@ def test_slices_of_a_flat_buffer(dtype: torch.dtype) -> None:
     def slices(buffer: Tensor) -> list[Tensor]:
         return list(buffer[1:].split(lengths))
 
-    makers = [lambda device, n=n: torch.nn.Parameter(slices(flat_twin if device == "cpu" else flat[str(DEVICE)])[n]) for n in range(7)]
+    makers = [
+        lambda device, n=n: torch.nn.Parameter(slices(flat_twin if device == "cpu" else flat[str(DEVICE)])[n])
+        for n in range(7)
+    ]
     race = Race(makers)
     grads = normal((sum(lengths) + 1,), 6, 1.0, dtype)
     for _ in range(2):
@@ -224,7 +236,7 @@ def test_nonfinite_gradients_count_as_zero_and_nonfinite_weights_stay(
     for optimizer in race.optimizers:
         assert optimizer.nonfinite_grad_count() == counted
     race.reference.param_groups[0]["lr"] = race.optimizer.param_groups[0]["lr"] = 1e-3  # the count survives a new plan
-    race.optimizer._end_replay(race.replay)
+    race.optimizer._stepper._end_replay(race.replay)
     assert race.optimizer.nonfinite_grad_count() == counted
 
 
@@ -233,13 +245,27 @@ def test_values_at_the_ends_of_the_formats(dtype: torch.dtype, master: str) -> N
     """Weights, moments and gradients from subnormal to the largest, ±0 too: all saturate, none becomes infinite."""
     info = torch.finfo(dtype)
     magnitudes = torch.tensor(
-        [0.0, info.smallest_normal / 64, info.smallest_normal / 3, info.smallest_normal, 1e-20, 1e-6, 1.0, info.max / 2, info.max],
+        [
+            0.0,
+            info.smallest_normal / 64,
+            info.smallest_normal / 3,
+            info.smallest_normal,
+            1e-20,
+            1e-6,
+            1.0,
+            info.max / 2,
+            info.max,
+        ],
         dtype=torch.float64,
     )
     ends = torch.cat((magnitudes, -magnitudes)).to(dtype)
     values = ends.repeat(5)
     makers = [lambda device: torch.nn.Parameter(values.clone().to(device))]
-    for options in ({}, {"cautious": False, "bound_type": "coordinate"}, {"maximize": True, "weight_decay": 30.0, "lr": 0.1}):
+    for options in (
+        {},
+        {"cautious": False, "bound_type": "coordinate"},
+        {"maximize": True, "weight_decay": 30.0, "lr": 0.1},
+    ):
         race = Race(makers, master_weights=master, **options)
         for step in range(2):
             # tanh is exact to 1e-7 absolute only, which beside weights of nothing is all there is of a step.
@@ -252,8 +278,10 @@ def test_values_at_the_ends_of_the_formats(dtype: torch.dtype, master: str) -> N
 def test_no_learning_rate_leaves_every_bit(dtype: torch.dtype, master: str) -> None:
     """−0 and NaN with their patterns; the moments move on."""
     patterns = torch.tensor([0x8000, 0x7FC0, 0x7E01, 0x7F81, 1, 0x8001, 0x7C00, 0xFC01, 0xFF80]).to(torch.int16)
-    values = torch.cat((patterns.view(dtype), normal((15,), 1, 0.02, dtype))) if dtype != torch.float32 else torch.cat(
-        ((patterns.int() << 16).view(dtype), normal((15,), 1, 0.02))
+    values = (
+        torch.cat((patterns.view(dtype), normal((15,), 1, 0.02, dtype)))
+        if dtype != torch.float32
+        else torch.cat(((patterns.int() << 16).view(dtype), normal((15,), 1, 0.02)))
     )
     makers = [lambda device: torch.nn.Parameter(values.clone().to(device))]
     race = Race(makers, master_weights=master, lr=0.0)
@@ -305,7 +333,9 @@ def test_a_loss_scalers_flags(mode: str, dtype: torch.dtype) -> None:
     makers = weights([(33,), (48,)], dtype)
     race = Race(makers, **CORE_MODES[mode])
     for step, (scale, overflow) in enumerate([(None, 0), (256.0, 0), (256.0, 1), (64.0, 0), (None, 0), (2.0, 0)]):
-        race.set_grads([None if g is None else (g.float() * (scale or 1.0)).to(g.dtype) for g in grad_row(makers, step, 0.1)])
+        race.set_grads(
+            [None if g is None else (g.float() * (scale or 1.0)).to(g.dtype) for g in grad_row(makers, step, 0.1)]
+        )
         before = [tensor.clone() for _, tensor, _ in race.states()]
         if scale is not None:
             for optimizer, device in ((race.optimizer, DEVICE), (race.reference, "cpu")):
@@ -332,7 +362,7 @@ def test_overflow_known_to_the_device_only(dtype: torch.dtype) -> None:
     before = [tensor.clone() for _, tensor, _ in race.states()]
     race.set_grads(grad_row(makers, 1))
     scaling = Scaling(torch.tensor(1.0, device=DEVICE), torch.tensor([1.0], device=DEVICE))
-    race.optimizer._scaling = lambda pending: scaling
+    race.optimizer._stepper._scaling = lambda pending: scaling
     race.optimizer.step()
     race.optimizer.step()
     assert race.replay is not None
@@ -370,7 +400,7 @@ def test_a_scaler_trains_with_it() -> None:
 @by_core_mode
 @pytest.mark.parametrize("way", ["load", "deepcopy"])
 def test_going_on_elsewhere_is_never_having_stopped(mode: str, way: str) -> None:
-    makers = weights([(33,), (48,), (7,)], torch.bfloat16)
+    makers = weights([(33,), (7,)], torch.bfloat16)
     options = {"master_weights": "semi", **CORE_MODES[mode]}
     params = [make(DEVICE) for make in makers]
     plain = [make(DEVICE) for make in makers]
@@ -378,10 +408,10 @@ def test_going_on_elsewhere_is_never_having_stopped(mode: str, way: str) -> None
 
     optimizer = LuminaV(params, execution="triton", **options)
     unbroken = LuminaV(plain, execution="triton", **options)
-    for step in range(5):
+    for step in range(4):
         for number, grad in enumerate(grad_row(makers, step)):
             assert grad is not None
-            late = number == 2 and step < 3
+            late = number == 1 and step < 3
             plain[number].grad = None if late else grad.to(DEVICE)
             params[number].grad = None if late else grad.to(DEVICE)
         if step == 2:
@@ -404,7 +434,9 @@ def test_going_on_elsewhere_is_never_having_stopped(mode: str, way: str) -> None
 # ---- the verbs, which sharded steps use ------------------------------------------------------------------------------
 
 
-def _batch(device: torch.device, grad_dtype: torch.dtype, first_index: int, options: Options, dtype: torch.dtype) -> Batch:
+def _batch(
+    device: torch.device, grad_dtype: torch.dtype, first_index: int, options: Options, dtype: torch.dtype
+) -> Batch:
     steps = []
     for number, length in enumerate((37, 160, 0)):
         tensors = [normal((length,), 10 * number + i, 0.02, dtype).to(device) for i in range(2)]
@@ -413,7 +445,9 @@ def _batch(device: torch.device, grad_dtype: torch.dtype, first_index: int, opti
                 param=tensors[0],
                 grad=normal((length,), 10 * number + 2, 1.0, grad_dtype).to(device),
                 exp_avg=tensors[1],
-                exp_avg_sq=normal((length,), 10 * number + 3, 0.02, dtype).square().to(device) if options.buffer == 2 else None,
+                exp_avg_sq=normal((length,), 10 * number + 3, 0.02, dtype).square().to(device)
+                if options.buffer == 2
+                else None,
                 master_param=None,
                 noise_key=noise_key(options.seed, 5, number),
                 first_index=first_index,
@@ -426,11 +460,9 @@ def _batch(device: torch.device, grad_dtype: torch.dtype, first_index: int, opti
 
 @by_dtype
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=dtype_name)
-@pytest.mark.parametrize("first_index", [0, 12345, 2**32 - 160])
-def test_the_verbs_with_gradients_of_any_dtype_on_a_shard(
-    dtype: torch.dtype, grad_dtype: torch.dtype, first_index: int
-) -> None:
+def test_the_verbs_with_gradients_of_any_dtype_on_a_shard(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     """Sums, then weights by scales from outside, with the noise of elements in the middle of a larger tensor."""
+    first_index = {torch.float32: 2**32 - 160, torch.bfloat16: 12345}.get(grad_dtype, 0)
     buffer = 1 if first_index == 12345 else 2
     options = Options.from_group({"lr": 8e-4, "buffer": buffer})
     engine, reference = choose_engine("triton", DEVICE), SingleEngine()

@@ -15,7 +15,17 @@ from luminav.engines.batch import Batch, Engine, Scales, TensorStep
 from luminav.engines.foreach import ForeachEngine
 from luminav.engines.single import SingleEngine
 
-__all__ = ["Batch", "Engine", "Scales", "TensorStep", "able_engine", "choose_engine", "compile_errors", "give_up_triton", "why_not_triton"]
+__all__ = [
+    "Batch",
+    "Engine",
+    "Scales",
+    "TensorStep",
+    "able_engine",
+    "choose_engine",
+    "compile_errors",
+    "give_up_triton",
+    "why_not_triton",
+]
 
 logger = logging.getLogger("luminav")
 
@@ -45,10 +55,14 @@ def choose_engine(execution: str, device: torch.device) -> Engine:
         return _foreach
     reason = why_not_triton(device)
     if execution == "triton" and reason is not None:
-        raise RuntimeError(f"execution='triton' cannot run here: {reason}. Use execution='auto', which picks 'foreach'.")
+        raise RuntimeError(
+            f"execution='triton' cannot run here: {reason}. Use execution='auto', which picks 'foreach'."
+        )
     if device.type not in _logged:
         _logged.add(device.type)
-        logger.info("%s: the %s engine%s", device.type, "foreach" if reason else "triton", f", since {reason}" if reason else "")  # fmt: skip
+        logger.info(
+            "%s: the %s engine%s", device.type, "foreach" if reason else "triton", f", since {reason}" if reason else ""
+        )
     return _foreach if reason is not None else _triton()
 
 

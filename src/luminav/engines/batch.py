@@ -69,6 +69,12 @@ class Batch:
     """With buffer=1: FP64, one number per tensor, set between the two measurements."""
 
     @property
+    def step_numbers(self) -> StepNumbers:
+        """The numbers, for an engine that is given them."""
+        assert self.numbers is not None
+        return self.numbers
+
+    @property
     def device(self) -> torch.device:
         return self.steps[0].param.device
 

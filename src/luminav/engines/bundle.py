@@ -118,13 +118,17 @@ class Bundle:
         return of_pieces.repeat_interleave(counts, output_size=sum(self.sizes))
 
     def sum(self, flat: Tensor) -> list[Tensor]:
-        """FP64 sum of each piece, from FP32 sums over rows of 512 elements: exact for counts, a third of the time."""
+        """FP64 sum of each piece, from sums over rows of 512 elements in the dtype of `flat`.
+
+        With FP32 rows counts are exact, in a third of the time. No row and no sum of rows is shared out among threads,
+        as one sum of many elements is, so results do not depend on the number of threads.
+        """
         return [_sum(part) for part in self.split(flat)]
 
     def noise(self, *, exp_avg_sq: bool) -> Noise:
         """Rounding noise for the flat buffer."""
         low, high = self._element_index()
-        keys = [step.noise_key for step in self._steps]
+        keys = [present_key(step) for step in self._steps]
         if len(keys) == 1:
             return element_noise(keys[0], low, high, exp_avg_sq=exp_avg_sq)
         words = zip(*((key.first, key.second) for key in keys), strict=True)
@@ -159,6 +163,12 @@ def _sum(flat: Tensor) -> Tensor:
     body = flat.numel() // SUM_ROW * SUM_ROW
     rows = flat[:body].view(-1, SUM_ROW).sum(1, dtype=flat.dtype if flat.is_floating_point() else torch.float32)
     return rows.sum(dtype=torch.float64) + flat[body:].sum(dtype=torch.float64)
+
+
+def present_key(step: TensorStep) -> NoiseKey:
+    """The noise key, which an engine that does not work it out itself is given."""
+    assert step.noise_key is not None
+    return step.noise_key
 
 
 def present(tensor: Tensor | None) -> Tensor:

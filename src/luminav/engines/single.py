@@ -63,9 +63,9 @@ class _Grad(NamedTuple):
     @classmethod
     def load(cls, batch: Batch, bundle: Bundle) -> _Grad:
         raw = bundle.load(_grad, batch.compute_dtype)
-        finite, scale = known_finite(raw), batch.numbers.grad_scale
+        finite, scale = known_finite(raw), batch.step_numbers.grad_scale
         as_it_is = finite and not isinstance(scale, Tensor) and scale == 1.0
-        return cls(raw, raw if as_it_is else rule.clean_grad(raw, batch.numbers), finite)
+        return cls(raw, raw if as_it_is else rule.clean_grad(raw, batch.step_numbers), finite)
 
 
 class _Weight(NamedTuple):
@@ -106,11 +106,12 @@ class SingleEngine:
     def _measure_lookahead(self, batch: Batch) -> Tensor:
         table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
         for bundle in self._bundles(batch):
-            grad_share = _Grad.load(batch, bundle).clean * batch.numbers.one_minus_beta1
-            exp_avg = rule.momentum(bundle.load(_exp_avg, batch.compute_dtype), grad_share, batch.numbers)
-            ahead = rule.lookahead(exp_avg, grad_share, batch.numbers)
-            for piece, part in zip(bundle.pieces, bundle.split(ahead), strict=True):
-                table[piece.tensor, 0] += part.to(torch.float64).square_().sum()
+            grad_share = _Grad.load(batch, bundle).clean * batch.step_numbers.one_minus_beta1
+            exp_avg = rule.momentum(bundle.load(_exp_avg, batch.compute_dtype), grad_share, batch.step_numbers)
+            ahead = rule.lookahead(exp_avg, grad_share, batch.step_numbers)
+            squares = ahead.to(torch.float64).square_()
+            for piece, total in zip(bundle.pieces, bundle.sum(squares), strict=True):
+                table[piece.tensor, 0] += total
                 table[piece.tensor, 1] += piece.numel
         return table
 
@@ -127,7 +128,7 @@ class SingleEngine:
         table = (
             torch.zeros(len(batch.steps), rule.NUM_SUMS, dtype=torch.float64, device=batch.device) if gather else None
         )
-        step_sizes = scales.step_sizes(batch.numbers.lr)
+        step_sizes = scales.step_sizes(batch.step_numbers.lr)
         for bundle in self._bundles(batch):
             grad = _Grad.load(batch, bundle)
             way = self._direction(batch, bundle, grad.clean)
@@ -137,7 +138,7 @@ class SingleEngine:
             step_size = bundle.spread(step_sizes, batch.compute_dtype)
             govern = batch.param_dtype == torch.float16
             change = rule.delta(way.kept_direction, weight.finite, step_size, batch.options, govern=govern)
-            moved = rule.decay_and_move(weight.finite, change, batch.numbers)
+            moved = rule.decay_and_move(weight.finite, change, batch.step_numbers)
             store(batch, bundle, way, moved, weight.nonfinite)
         return table
 
@@ -148,7 +149,7 @@ class SingleEngine:
             grad,
             bundle.load(_exp_avg, batch.compute_dtype),
             bundle.load(_exp_avg_sq, batch.compute_dtype) if dual else None,
-            batch.numbers,
+            batch.step_numbers,
             batch.options,
             largest=largest_finite(present(batch.steps[0].exp_avg_sq).dtype) if dual else math.inf,
             rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
@@ -194,7 +195,7 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
     store_moment(batch, bundle, _exp_avg, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
     if way.exp_avg_sq is not None:
         store_moment(batch, bundle, _exp_avg_sq, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
-    lr, unless = batch.numbers.lr, batch.skip
+    lr, unless = batch.step_numbers.lr, batch.skip
     if isinstance(lr, Tensor):
         unless = lr == 0 if unless is None else unless | (lr == 0)
     elif lr == 0:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Optional, TypeVar, get_type_hints
 
 import typer
 
@@ -38,7 +38,10 @@ def _offered() -> Iterator[tuple[str, Any, Any]]:
         if setting.name == "luminav":
             continue
         option = typer.Option(help=setting.metadata["help"], rich_help_panel=setting.metadata["panel"])
-        yield setting.name, setting.default, Annotated[types[setting.name], option]
+        kind = types[setting.name]
+        if kind == str | None:
+            kind = Optional[str]  # noqa: UP045 (the oldest typer we take does not know the other spelling)
+        yield setting.name, setting.default, Annotated[kind, option]
     for name, default in default_options().items():
         option = typer.Option(help=OPTIONS[name].meaning, rich_help_panel="LuminaV")
         kind = tuple[float, float] if name == "betas" else type(default)

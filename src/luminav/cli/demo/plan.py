@@ -43,6 +43,9 @@ def new_plan(settings: DemoSettings) -> Plan:
     Raises:
         CommandError: One of them is no good.
     """
+    # Not idle even for the number that torch has already: until such a call MKL may take fewer threads as it sees fit,
+    # and add in another order. A resumed run makes the call, so a new one must.
+    torch.set_num_threads(torch.get_num_threads())
     device = find_device(settings.device)
     settings = replace(settings, device=str(device))
     rehearse(settings, device)
@@ -77,7 +80,7 @@ def resumed_plan(folder: RunFolder, values: Mapping[str, Any], explicit: set[str
     stored = next(iter(checkpoints.values()))["config"]
     began_with = DemoSettings.from_dict(stored["settings"])
     settings = resumed_settings(began_with, values, explicit, folder.path)
-    torch.set_num_threads(stored["threads"])  # sums come in another order with another number
+    torch.set_num_threads(stored["threads"])
     plan = new_plan(settings)
     if plan.corpus.sha256 != stored["text"]["sha256"]:
         raise CommandError(

@@ -54,7 +54,10 @@ _RATES = "Both contenders"
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """A demo run's settings. The command line offers every one of them; the same settings give the same weights."""
+    """A demo run's settings. The command line offers every one of them; the same settings give the same weights.
+
+    The learning rates are each contender's best of the same grid: benchmarks/results.csv, rows demo_lr.
+    """
 
     data: str | None = _setting(
         None, "Text file, or folder of text files, in place of Python's standard library.", _RUN
@@ -70,7 +73,7 @@ class DemoSettings:
     batch_size: int = _setting(8, "Windows of text in a step.", _MODEL)
     validation_bytes: int = _setting(256 * 1024, "Held-out bytes that the final figure is taken over.", _MODEL)
     lr: float = _setting(6e-3, "LuminaV's peak learning rate.", _RATES)
-    adamw_lr: float = _setting(6e-3, "AdamW's peak learning rate.", _RATES)
+    adamw_lr: float = _setting(4e-3, "AdamW's peak learning rate.", _RATES)
     adamw_betas: tuple[float, float] = _setting((0.9, 0.98), "AdamW's betas.", _RATES)
     weight_decay: float = _setting(0.08, "Decoupled weight decay of matrices, the same for both.", _RATES)
     warmup: float = _setting(0.2, "Part of the steps over which the learning rate rises.", _RATES)

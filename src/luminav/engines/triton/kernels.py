@@ -26,10 +26,10 @@ from luminav.engines.triton.tables import (
     EXP_AVG,
     EXP_AVG_SQ,
     GRAD_SCALE,
+    GROUP_ALPHA_SS,
     GROUP_BETA1,
     GROUP_BETA2,
     GROUP_BOUND_RATIO,
-    GROUP_ALPHA_SS,
     GROUP_CAUTIOUS,
     GROUP_CLAMP_MIN,
     GROUP_EMA_DECAY,
@@ -44,8 +44,8 @@ from luminav.engines.triton.tables import (
     KEY_WIDTH,
     LR,
     MASTER,
-    NUM_POINTERS,
     NUM_PARTIALS,
+    NUM_POINTERS,
     NUM_SUMS,
     NUMBERS_WIDTH,
     ONE_MINUS_BETA1,
@@ -65,7 +65,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def numbers_kernel(
-    numbers, keys, grads, steps, tensor_group, tensor_index, fp16_flags, groups, kept_scales, grad_scale, found_inf, num_tensors,
+    numbers, keys, grads, steps, tensor_group, tensor_index, fp16_flags, groups, kept_scales, grad_scale,
+    found_inf, num_tensors,
     SCALED: tl.constexpr, FOUND_INF: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step numbers, noise keys and the active flag of each tensor, from its step count and its group's options.
@@ -138,8 +139,8 @@ def tensor_pointer(table, row, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
-    """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen ourselves."""
-    if INTERPRETED and TYPE == tl.bfloat16:
+    """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen."""
+    if INTERPRETED and tl.bfloat16 == TYPE:
         bits = tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -149,10 +150,10 @@ def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
 @triton.jit
 def store_rounded(pointer, offsets, mask, x, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Store FP32 values, already saturated, in TYPE."""
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         bits = rounding.to_bf16_bits(x, noise, STOCHASTIC)
         tl.store(pointer.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
-    elif TYPE == tl.float16:
+    elif tl.float16 == TYPE:
         tl.store(pointer + offsets, rounding.to_fp16(x, noise, STOCHASTIC), mask=mask)
     else:
         tl.store(pointer + offsets, x, mask=mask)
@@ -167,9 +168,9 @@ def saturate(x, TYPE: tl.constexpr):
 @triton.jit
 def largest(TYPE: tl.constexpr):
     """The largest finite value of a storage type."""
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         return rounding.BF16_MAX
-    elif TYPE == tl.float16:
+    elif tl.float16 == TYPE:
         return rounding.FP16_MAX
     else:
         return rule.FP32_MAX
@@ -349,8 +350,8 @@ def store_partials(partials, pid, counts, direction_sq, param_sq):
 
 @triton.jit
 def scales_kernel(
-    partials, first_programs, num_programs, numels, sums, nonfinite_counts, whole_nonfinite, numbers, keys, tensor_group, groups,
-    kept_scales,
+    partials, first_programs, num_programs, numels, sums, nonfinite_counts, whole_nonfinite, numbers, keys,
+    tensor_group, groups, kept_scales,
     REDUCE: tl.constexpr, EXACT: tl.constexpr, BLEND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program per tensor: its sums from the partials (REDUCE), then its scales.
@@ -367,9 +368,7 @@ def scales_kernel(
     row = groups + tl.load(tensor_group + t) * GROUP_WIDTH
     at = sums + t * NUM_SUMS
     lr = tl.load(row + GROUP_LR)
-    c = rule.cautious_scale(
-        tl.load(at), tl.load(at + 3), tl.load(row + GROUP_CLAMP_MIN), tl.load(row + GROUP_CAUTIOUS)
-    )
+    c = rule.cautious_scale(tl.load(at), tl.load(at + 3), tl.load(row + GROUP_CLAMP_MIN), tl.load(row + GROUP_CAUTIOUS))
     kept = kept_scales + t * 2
     ratio = tl.load(row + GROUP_BOUND_RATIO)
     radial = tl.load(row + GROUP_RADIAL)
@@ -474,7 +473,7 @@ def update_kernel(
             counts += counted(keep, mask, raw, CAUTIOUS)
             direction_sq += kept * kept
             param_sq += p * p
-        change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, PARAM_TYPE == tl.float16, MATH)
+        change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))
         write = offsets < left_of_weights
@@ -514,11 +513,11 @@ def noise_words(key, first_index, start, OFFSET: tl.constexpr):
 def store_weight(param, offsets, mask, moved, before, finite, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Weights without a master. Non-finite ones are stored as they were: a mask per element would cost the vectors."""
     moved = saturate(moved, TYPE)
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         bits = rounding.to_bf16_bits(moved, noise, STOCHASTIC)
         old = (before.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
         tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, tl.where(finite, bits, old), mask=mask)
-    elif TYPE == tl.float16:
+    elif tl.float16 == TYPE:
         rounded = rounding.to_fp16(moved, noise, STOCHASTIC)
         tl.store(param + offsets, tl.where(finite, rounded, before.to(tl.float16)), mask=mask)
     else:
@@ -528,10 +527,10 @@ def store_weight(param, offsets, mask, moved, before, finite, noise, TYPE: tl.co
 @triton.jit
 def store_master(master, param, offsets, mask, moved, before, finite, TYPE: tl.constexpr):
     """FP32 master weights, and the 16-bit weights that are nearest to them."""
-    limit = rounding.MASTER_CAP_BF16 if TYPE == tl.bfloat16 else rule.FP32_MAX
+    limit = rounding.MASTER_CAP_BF16 if tl.bfloat16 == TYPE else rule.FP32_MAX
     capped = tl.where(finite, tl.minimum(tl.maximum(moved, -limit), limit), before)
     tl.store(master + offsets, capped, mask=mask)
-    if TYPE == tl.bfloat16:
+    if tl.bfloat16 == TYPE:
         bits = rounding.nearest_bf16_bits(capped)
         tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
     else:

@@ -36,8 +36,8 @@ class Shape:
 
 
 INTERPRETED = kernels.INTERPRETED.value
-MEASURE = Shape(1024, 4, 4, 80)
-UPDATE = Shape(1024, 4, 4, 80)
+MEASURE = Shape(1024, 8, 4, 96)
+UPDATE = Shape(1024, 8, 4, 96)
 SPAN = UPDATE.block * UPDATE.iterations  # elements of a program; the same in MEASURE, since they share tables
 
 TRITON_TYPES = {
@@ -65,7 +65,11 @@ class Kind:
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
-        addresses = [t.data_ptr() for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param) if t is not None]  # fmt: skip
+        addresses = [
+            t.data_ptr()
+            for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param)
+            if t is not None
+        ]
         return cls(
             param=step.param.dtype,
             grad=step.grad.dtype,
@@ -109,7 +113,9 @@ class Launch:
     # ---- tables ------------------------------------------------------------------------------------------------------
 
     def _fill_static_tables(self, members: Sequence[tuple[Batch, TensorStep]]) -> None:
-        counts = [max(1, -(-step.param.numel() // SPAN)) for step in self.steps_of]  # an empty tensor still counts steps
+        counts = [
+            max(1, -(-step.param.numel() // SPAN)) for step in self.steps_of
+        ]  # an empty tensor still counts steps
         firsts = [0]
         for count in counts:
             firsts.append(firsts[-1] + count)
@@ -130,8 +136,13 @@ class Launch:
 
     def _make_working_tables(self) -> None:
         num, device = len(self.steps_of), self.device
-        self.grads = torch.zeros(num, dtype=torch.int64, device=device)
-        self.groups = torch.zeros(len(self.batches), columns.GROUP_WIDTH.value, dtype=torch.float64, device=device)
+        width = columns.GROUP_WIDTH.value
+        rows = len(self.batches) * width  # first, since their length keeps both tables aligned for the kernels
+        self._words = torch.zeros(rows + num, dtype=torch.int64, device=device)
+        self.groups = self._words[:rows].view(torch.float64).view(-1, width)
+        self.grads = self._words[rows:]
+        self._graph_hosts: list[Tensor] = []
+        self._spare_host = torch.empty(rows + num, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.numbers = torch.zeros(num, columns.NUMBERS_WIDTH.value, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num, columns.KEY_WIDTH.value, dtype=torch.int32, device=device)
         self.steps = torch.stack([step.step.to(device) for step in self.steps_of if step.step is not None])
@@ -139,7 +150,9 @@ class Launch:
         for row, step in enumerate(self.steps_of):
             if step.kept_scales is not None:
                 self.kept_scales[row] = torch.stack(step.kept_scales)
-        self.partials = torch.zeros(self.num_programs_in_all, columns.NUM_PARTIALS.value, dtype=torch.float32, device=device)
+        self.partials = torch.zeros(
+            self.num_programs_in_all, columns.NUM_PARTIALS.value, dtype=torch.float32, device=device
+        )
         single = 0 if self.kind.dual else 1
         self.lookahead_partials = torch.zeros(single * self.num_programs_in_all, dtype=torch.float64, device=device)
         self.lookahead_sums = torch.zeros(single * num, 2, dtype=torch.float64, device=device)
@@ -160,25 +173,28 @@ class Launch:
     def refresh(self, addresses: list[int]) -> None:
         """Upload what changed since the last step, gradient addresses and options, in one copy."""
         rows = [_group_row(batch.options) for batch in self.batches]
-        if self._uploaded != (addresses, rows):
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or self._graph_hosts or self._uploaded != (addresses, rows):
             self._uploaded = (addresses, rows)
-            self._upload(addresses, rows)
+            self._upload(addresses, rows, capturing)
         for row, batch in enumerate(self.batches):
             if isinstance(batch.options.lr, Tensor) and batch.options.lr.device.type != "cpu":
                 self.groups[row, columns.GROUP_LR.value].copy_(batch.options.lr.reshape(()))
 
-    def _upload(self, addresses: list[int], rows: list[bytes]) -> None:
+    def _upload(self, addresses: list[int], rows: list[bytes], capturing: bool) -> None:
+        """Copy to the device; a graph that is being captured gets host memory of its own, which its replays read again.
+
+        Replays write the table behind our back, so from the first capture on every eager step uploads.
+        """
         words = [word for row in rows for word in struct.unpack(f"{len(row) // 8}q", row)]
-        num_words = len(words)  # the rows first: their length keeps both tables aligned, as the compiled kernels expect
-        words += addresses
-        host = torch.tensor(words, dtype=torch.int64)
-        if self.device.type == "cpu":
-            device_words = host
-        else:
-            # From the caching pinned allocator, which keeps the memory until the copy is done.
-            device_words = host.pin_memory().to(self.device, non_blocking=True)
-        self.grads = device_words[num_words:]
-        self.groups = device_words[:num_words].view(torch.float64).view(len(rows), -1)
+        host = torch.tensor(words + addresses, dtype=torch.int64)
+        if capturing:
+            host = self._spare_host.copy_(host)
+            self._graph_hosts.append(host)
+            self._spare_host = torch.empty_like(host, pin_memory=True)
+        elif self.device.type != "cpu":
+            host = host.pin_memory()  # from the caching allocator, which keeps the memory until the copy is done
+        self._words.copy_(host, non_blocking=True)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
@@ -207,8 +223,12 @@ class Launch:
     def measure_lookahead(self) -> None:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
         self._launch(
-            kernels.lookahead_kernel, self.num_programs_in_all,
-            *self._common(), self.lookahead_partials, **self._types(), **self._shape(MEASURE)
+            kernels.lookahead_kernel,
+            self.num_programs_in_all,
+            *self._common(),
+            self.lookahead_partials,
+            **self._types(),
+            **self._shape(MEASURE),
         )
         self._launch(
             kernels.rms_kernel, len(self.steps_of),
@@ -328,5 +348,9 @@ def _group_row(options: Options) -> bytes:
         lr, *options.betas, options.eps, options.weight_decay, options.tau, options.alpha_ss,
         options.cautious_clamp_min, options.bound_ratio, options.ema_decay,
     ]  # fmt: skip
-    flags = [-1.0 if options.maximize else 1.0, float(options.cautious), float(options.bound and options.bound_type == "radial")]
+    flags = [
+        -1.0 if options.maximize else 1.0,
+        float(options.cautious),
+        float(options.bound and options.bound_type == "radial"),
+    ]
     return struct.pack(f"{len(numbers)}dq{len(flags)}d2d", *numbers, options.seed, *flags, 0.0, 0.0)

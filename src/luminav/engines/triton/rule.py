@@ -68,7 +68,9 @@ def sqrt(x, MATH: tl.constexpr):
     if MATH == PORTABLE:
         return tl.sqrt(x)
     else:
-        return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -77,17 +79,23 @@ def divide(x, y, MATH: tl.constexpr):
     if MATH == PORTABLE:
         return x / y
     else:
-        return tl.inline_asm_elementwise("div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        return tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
 def tanh(x, MATH: tl.constexpr):
     """tanh as 1 − 2/(1 + exp 2x), to 1e-7 absolute; with NVIDIA_COARSE to 2⁻¹¹ relative in one instruction."""
     if MATH == NVIDIA_COARSE:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     elif MATH == NVIDIA:
-        e = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * TWO_LOG2_E], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
-        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+        e = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * TWO_LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+        )
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1
+        )
         return 1.0 - 2.0 * y
     else:
         return 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(x, TANH_RANGE)) + 1.0)

@@ -1,0 +1,309 @@
+"""A step: from gradients to batches → measure → scales → update.
+
+:class:`Stepper` holds what belongs to the running process and is neither copied nor saved: the launches of the last
+step, where shards lie, what our own writes looked like. The optimizer's state and groups stay the optimizer's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from luminav import rule
+from luminav.assembly import (
+    Pending,
+    Scaling,
+    Work,
+    check_param,
+    check_state,
+    checked_grad,
+    combine,
+    measure,
+    measure_lookahead,
+    missing_grad,
+    numbers_on_device,
+    sort_into_works,
+    update,
+)
+from luminav.distributed import Sharding, local
+from luminav.engines import able_engine, choose_engine, compile_errors
+from luminav.hyperparameters import Options
+from luminav.replay import Replay, TritonFailed
+from luminav.state import (
+    KEPT_SCALES,
+    Written,
+    adopt_edits,
+    conform,
+    drop_template,
+    elementwise,
+    former_weight,
+)
+
+
+class Stepper:
+    """Takes the steps of an optimizer.
+
+    Args:
+        optimizer: Whose parameters, state and groups they are. A loss scaler leaves its scale and flag there.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer: Any = optimizer
+        self.written: dict[Tensor, Written] = {}  # with master weights: each weight after our last write
+        self.sharding = Sharding()
+        self.replay: Replay | None = None
+        self.nonfinite: dict[torch.device, Tensor] = {}
+        self.warned_nonfinite = False
+        self.template = True  # the state may come from an allocation-only step: looked at once, before the next step
+
+    def step(self) -> None:
+        """Take one step; see :meth:`luminav.LuminaV.step`."""
+        if self._replayed():
+            return
+        self.sharding.plan(self.optimizer.param_groups)
+        pending = self._checked()
+        if not pending and not self.sharding.domains:
+            return
+        self._drop_template()
+        scaling = self._scaling(pending)
+        if scaling is None:
+            return
+        allocation_only = self._is_allocation_only(pending)
+        if allocation_only and not self.sharding.domains:
+            self._allocate(pending, scaling)
+            return
+        self._prepare(pending, scaling)
+        try:
+            self._run(pending, scaling, allocation_only)
+        except TritonFailed as failure:
+            failure.settle()
+            self.step()
+
+    def _checked(self) -> list[Pending]:
+        """What is pending; if any of it is refused, without the scale that a loss scaler has set for this step.
+
+        ``GradScaler`` takes its scale away after a step that returns. Left behind, the next one would multiply the two.
+        """
+        try:
+            return list(self._pending())
+        except (TypeError, ValueError, RuntimeError):
+            if hasattr(self.optimizer, "found_inf"):
+                del self.optimizer.found_inf
+                self.optimizer.__dict__.pop("grad_scale", None)
+            raise
+
+    def _pending(self) -> Iterator[Pending]:
+        """The parameters that have a gradient, or may have one on another rank, checked."""
+        seen: set[Tensor] = set()  # torch only warns of a parameter that comes twice in a group
+        for number, group in enumerate(self.optimizer.param_groups):
+            options = Options.from_group(group)
+            for index, param in enumerate(group["params"], self.sharding.bases[number]):
+                part = self.sharding.part(param)
+                elsewhere = param.grad is None and param.requires_grad and part.domain is not None
+                if (param.grad is not None or elsewhere) and param not in seen:
+                    seen.add(param)
+                    check_param(param, options)
+                    grad = missing_grad(param) if elsewhere else checked_grad(param)
+                    state = self.optimizer.state.get(param, {})
+                    check_state(param, state, options)
+                    engine = able_engine(
+                        choose_engine(options.execution, param.device),
+                        [local(param), grad, *elementwise(state)],
+                        part.layout.first_index,
+                        not part.layout.jumps,
+                    )
+                    yield Pending(param, grad, options, number, index, engine, part, elsewhere)
+
+    def _scaling(self, pending: list[Pending]) -> Scaling | None:
+        """What the loss scaler asks for; None if the host knows that the gradients overflowed."""
+        grad_scale = getattr(self.optimizer, "grad_scale", None)
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if found_inf is None:
+            return Scaling(grad_scale, None)
+        # A parameter without kept scales must be known to have stepped, or its next step could not tell whether to
+        # measure: one-pass mode looks at the flag until every parameter has its pair.
+        unsure = any(
+            p.options.fused_single_pass and not self.optimizer.state.get(p.param, {}).keys() >= set(KEPT_SCALES)
+            for p in pending
+        )
+        on_host = found_inf.device.type == "cpu" or unsure
+        if self.sharding.domains:
+            return Scaling(grad_scale, None if on_host else found_inf, overflow=found_inf)
+        if on_host:
+            return None if found_inf.item() else Scaling(grad_scale, None)
+        return Scaling(grad_scale, found_inf)
+
+    def _is_allocation_only(self, pending: list[Pending]) -> bool:
+        """Whether this step is how ``torch.distributed.checkpoint`` asks for state to load into.
+
+        It sets lr to 0 and every gradient to zero on an optimizer without state. Such a step would change nothing but
+        the step counts; leaving those at 0 lets parameters that the file does not know stay without state.
+        """
+        return (
+            not any(self.optimizer.state.values())
+            and all(float(item.options.lr) == 0.0 for item in pending)
+            and all(not item.grad.any() for item in pending)
+        )
+
+    def _drop_template(self) -> None:
+        """Forget what an allocation-only step made beyond a parameter's first state, if no file was read into it."""
+        if self.template:
+            for state in self.optimizer.state.values():
+                drop_template(state)
+            self.template = False
+
+    def _allocate(self, pending: list[Pending], scaling: Scaling) -> None:
+        """Make state to load into."""
+        self._prepare(pending, scaling, template=True)
+        self.optimizer.state.update({item.param: item.state for item in pending if not item.missing})
+        self.template = True
+
+    def _prepare(self, pending: list[Pending], scaling: Scaling, *, template: bool = False) -> None:
+        """Bring every parameter's state into the form its mode prescribes."""
+        for item in pending:
+            state = item.state = self.optimizer.state.get(item.param) or {}
+            on_device = numbers_on_device(item, scaling)
+            written = self.written.get(item.param)
+            if "master_param" not in state and (former := former_weight(item.param, written)) is not None:
+                state["master_param"] = former
+            conform(state, item.param, item.options, step_on_device=on_device, template=template)
+            if "master_param" in state:
+                adopt_edits(item.param, state["master_param"], written)
+
+    def _run(self, pending: list[Pending], scaling: Scaling, allocation_only: bool) -> None:
+        """Measure, scale and update.
+
+        Nothing is written before every exact tensor is measured, and measured on all ranks that hold a part of it.
+        Tensors whose scales are known beforehand (one-pass mode, or neither gate nor radial bound) are updated and
+        measured in one go.
+        """
+        works, domains = sort_into_works(pending, scaling), self.sharding.domains
+        # Not beside sharded parameters: whether anything may be written is known when all ranks have been heard.
+        replayable = [work for work in works if work.engine.numbers_on_device and not domains]
+        works = [work for work in works if work not in replayable]
+        replay = self._compiled(replayable, scaling) if replayable else None
+        early, late = [work for work in works if work.early], [work for work in works if not work.early]
+        measure_lookahead(works, domains)
+        measure(late)
+        if replay is not None:
+            self._launch(replay, replayable, scaling, keep=not works and not domains)
+        update(early, gather=True)
+        if domains:
+            overflow, busy = combine(works, domains, self._flags(scaling, allocation_only))
+            if allocation_only and not busy.item():
+                self._allocate(pending, scaling)
+                return
+            if scaling.overflow is not None and scaling.found_inf is None and overflow.item():
+                return
+            late = [work for work in late if work.items]
+            for work in late:
+                work.batch.skip = None if scaling.found_inf is None else overflow.to(work.batch.device) != 0
+        update(late, gather=False)
+        for work in early + late:
+            self._finish(work)
+        for work in early + late:  # last: its warning may be an error
+            self._count_nonfinite(rule.Sums.of(work.sums))
+
+    # ---- steps of the Triton engine ----------------------------------------------------------------------------------
+
+    def _replayed(self) -> bool:
+        """Take the step by the launches of the last one, if what they were built from still holds."""
+        replay = self.replay
+        if replay is None:
+            return False
+        scaling = self._scaling([])
+        if replay.holds(self.optimizer.param_groups, self.optimizer.state, scaling):
+            if scaling is not None:
+                replay.run(scaling)
+                if replay.saw_whole_nonfinite:
+                    self._warn_of_nonfinite()
+            return True
+        self._end_replay(replay)
+        return False
+
+    def _compiled(self, works: list[Work], scaling: Scaling) -> Replay:
+        """The launches of the Triton engine's works, compiled: what fails to compile must fail before it writes."""
+        replay = Replay(works)
+        try:
+            replay.compile(scaling)
+        except compile_errors() as error:
+            reason = f"its kernels did not compile ({type(error).__name__}: {error})"
+            raise TritonFailed(works, reason) from error
+        return replay
+
+    def _launch(self, replay: Replay, works: list[Work], scaling: Scaling, *, keep: bool) -> None:
+        """Run the launches; with `keep`, remember them for the next step."""
+        replay.run(scaling)
+        self.optimizer.state.update({item.param: item.state for work in works for item in work.items})
+        replay.remember(self.optimizer.param_groups, self.optimizer.state)
+        self.replay = replay
+        if not (keep and replay.is_steady):
+            self._end_replay(replay)
+
+    def _end_replay(self, replay: Replay) -> None:
+        """Take over what the launches know and the optimizer must not forget."""
+        self.replay = None
+        self.written.update(replay.written())
+        for device, count in replay.nonfinite_counts():
+            self.nonfinite[device] = self.nonfinite.get(device, 0) + count
+
+    def _flags(self, scaling: Scaling, allocation_only: bool) -> Tensor:
+        """What the ranks tell each other: whether gradients overflowed, whether there is more to do than allocating."""
+        device = self.sharding.domains[0].device
+        flags = torch.tensor([0.0, float(not allocation_only)], dtype=torch.float64, device=device)
+        if scaling.overflow is not None:
+            flags[0] = scaling.overflow.reshape(())
+        return flags
+
+    def _finish(self, work: Work) -> None:
+        """Count the step, keep the scales, note our own write."""
+        batch, scales = work.batch, work.new_kept
+        done = 1 if batch.skip is None else torch.logical_not(batch.skip).to(torch.int64)
+        for number, item in enumerate(work.items):
+            state = self.optimizer.state[item.param] = item.state
+            state["step"] += done
+            if batch.options.master_weights != "none":
+                self.written[item.param] = Written.of(item.param)
+            if batch.options.fused_single_pass:
+                for key, scale in zip(KEPT_SCALES, (scales.cautious[number], scales.bound[number]), strict=True):
+                    old = state.get(key)
+                    state[key] = (
+                        scale.clone() if batch.skip is None or old is None else torch.where(batch.skip, old, scale)
+                    )
+
+    # ---- non-finite gradients --------------------------------------------------------------------------------------
+
+    def _count_nonfinite(self, sums: rule.Sums) -> None:
+        device = sums.nonfinite.device
+        total = self.nonfinite.get(device)
+        self.nonfinite[device] = sums.nonfinite.sum() if total is None else total.add_(sums.nonfinite.sum())
+        if device.type == "cpu" and bool(((sums.nonfinite == sums.numel) & (sums.numel > 0)).any()):
+            self._warn_of_nonfinite()
+
+    def _warn_of_nonfinite(self) -> None:
+        if self.warned_nonfinite:
+            return
+        self.warned_nonfinite = True
+        warnings.warn(
+            "every element of a parameter's gradient is NaN or infinite and counts as 0: the parameter gets decay and "
+            "momentum only. A clipped infinite norm does this; so does a loss that is NaN. "
+            "optimizer.nonfinite_grad_count() counts such elements.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def num_nonfinite(self) -> int:
+        """Number of non-finite gradient elements so far; waits for the devices."""
+        running = [] if self.replay is None else self.replay.nonfinite_counts()
+        return int(sum(float(count) for _, count in [*self.nonfinite.items(), *running]))
+
+    def forget_writes(self) -> None:
+        """State and groups come from elsewhere now: nothing remembered of our last step still holds."""
+        if self.replay is not None:
+            self._end_replay(self.replay)
+        self.written.clear()

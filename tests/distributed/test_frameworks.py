@@ -1,0 +1,29 @@
+"""Frameworks that are not needed for anything else: each test asks for its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import framework_cases as cases
+import pytest
+import ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, ranks.needs_gloo]
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "whole"])
+def test_accelerate_saves_and_loads(full: bool, tmp_path: Path) -> None:
+    """FSDP2. For FSDP1 it offloads, which loses state of CPU tensors, AdamW's too (torch 2.13)."""
+    pytest.importorskip("accelerate")
+    arguments = {"full": full, "checkpoint": str(tmp_path / "saved")}
+    assert ranks.run(cases.accelerate_round_trip, 2, tmp_path, **arguments) == [True, True]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_zero(stage: int, tmp_path: Path) -> None:
+    """Client optimizer of ZeRO: one flat tensor over two ranks, the steps of the unsharded one, and resuming."""
+    pytest.importorskip("deepspeed")
+    for resumed, difference, num_domains in ranks.run(
+        cases.deepspeed_run, 2, tmp_path, stage=stage, checkpoint=str(tmp_path / "saved")
+    ):
+        assert resumed and difference <= 1e-6 and num_domains == 1

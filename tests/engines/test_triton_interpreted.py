@@ -1,0 +1,37 @@
+"""The Triton engine's tests on the CPU, in Triton's interpreter.
+
+The interpreter is chosen for a whole process, before Triton is imported. In this process `execution="triton"` stays
+what it is without a GPU: an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PARTS = {
+    "options": ("test_triton.py", "test_every"),
+    "shapes_and_values": ("test_triton.py", "not test_every"),
+    "replay": ("test_triton_replay.py", ""),
+}
+"""File and `-k` expression; each a process of about half a minute."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("part", PARTS)
+def test_in_the_interpreter(part: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    options = ["-q", "--tb=short", "--maxfail=20", "-p", "no:cacheprovider", "-W", "ignore:overflow:RuntimeWarning"]
+    file, chosen = PARTS[part]
+    command = [sys.executable, "-m", "pytest", str(HERE / file), "-k", chosen, *options]
+    done = subprocess.run(command, env=environment, cwd=HERE.parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout

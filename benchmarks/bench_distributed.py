@@ -10,9 +10,10 @@ it, would be P calls. Columns:
 
     calls       collectives in a step, counted
     sent        bytes that a rank sends in a step, counted
-    step        ms of optimizer.step(), median, of tensors that are nearly all overhead: 64 elements on each rank
-    collective  ms of the collective in it, median of the slowest rank's
+    collective  ms of the all-gather and of adding up, on the slowest rank
     each        ms of P all-reduces of four numbers each, for comparison
+
+Times are the best of several, since a CPU that other work shares is late most times.
 
 Rows go to benchmarks/results.csv, or to the file that --out names.
 """
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -41,9 +41,8 @@ from luminav import LuminaV
 
 LOCAL_ELEMENTS = 64
 NUM_PARAMS = (10, 100, 500)
-MODES: dict[str, dict[str, Any]] = {"exact": {}, "onepass": {"fused_single_pass": True}, "single": {"buffer": 1}}
-WARM_UP, REPEATS = 2, 9
-UNITS = {"calls": "collectives/step", "sent": "bytes/step", "step": "ms", "collective": "ms", "each": "ms"}
+MODES: dict[str, dict[str, Any]] = {"exact": {}, "single": {"buffer": 1}}
+UNITS = {"calls": "collectives/step", "sent": "bytes/step", "collective": "ms", "each": "ms"}
 
 
 class Counter(TorchDispatchMode):
@@ -60,17 +59,16 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def median_ms(call: Any, device: torch.device, repeats: int = REPEATS) -> float:
+def best_ms(call: Any, device: torch.device, repeats: int) -> float:
     times = []
-    for number in range(WARM_UP + repeats):
+    for _ in range(repeats):
         dist.barrier()
         began = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if number >= WARM_UP:
-            times.append(1e3 * (time.perf_counter() - began))
-    slowest = torch.tensor(statistics.median(times), dtype=torch.float64, device=device)
+        times.append(1e3 * (time.perf_counter() - began))
+    slowest = torch.tensor(min(times), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
 
@@ -85,7 +83,6 @@ def measure(num_params: int, options: dict[str, Any], device: torch.device) -> d
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    optimizer.step()  # one-pass mode's second step has its scales
     with Counter() as counter:
         optimizer.step()
     (domain,) = optimizer._stepper.sharding.domains
@@ -94,9 +91,8 @@ def measure(num_params: int, options: dict[str, Any], device: torch.device) -> d
     return {
         "calls": counter.calls,
         "sent": counter.sent,
-        "step": median_ms(optimizer.step, device),
-        "collective": median_ms(lambda: domain._gather(message), device),
-        "each": median_ms(lambda: [dist.all_reduce(number) for number in numbers], device, repeats=3),
+        "collective": best_ms(lambda: domain._gather(message), device, repeats=30),
+        "each": best_ms(lambda: [dist.all_reduce(number) for number in numbers], device, repeats=4),
     }
 
 

@@ -145,7 +145,7 @@ def test_schedulers_drive_the_step(scheduler: str, kind: str) -> None:
     assert_same_state(state_of(driven, runs[0]), state_of(by_hand, runs[1]))
     assert len({lr for lr, _ in seen}) > 2, "the scheduler did nothing"
     assert (len({betas for _, betas in seen}) > 2) == (scheduler in ("one_cycle", "cyclic"))
-    if kind == "tensor":
+    if kind == "tensor" and scheduler != "plateau":  # older versions of torch put a float there
         assert all(isinstance(group["lr"], Tensor) for group in driven.param_groups)
 
 

@@ -75,8 +75,10 @@ def check_param(param: Tensor, options: Options) -> None:
 
 def check_layout(param: Tensor) -> None:
     """Refuse a parameter whose elements lie in one another's memory: it could not be written."""
-    if param.layout == torch.strided and any(
-        size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True)
+    if (
+        param.layout == torch.strided
+        and param.numel()
+        and any(size > 1 and stride == 0 for size, stride in zip(param.shape, param.stride(), strict=True))
     ):
         raise ValueError(
             f"a parameter's elements must not share memory, got shape {tuple(param.shape)} with strides "
@@ -223,11 +225,16 @@ class Work:
             batch.rms_denominator = batch.rms_denominator[rows]
 
 
-def sort_into_works(pending: Iterable[Pending], scaling: Scaling) -> list[Work]:
+def sort_into_works(pending: Iterable[Pending], scaling: Scaling, *, sharded: bool) -> list[Work]:
     """Sort parameters into batches that share options, device, dtype and step numbers.
 
     A batch may go early, in one pass over memory, if its scales are known. It must not where another rank decides
     whether it steps at all: under a loss scaler, or where the gradient is missing here.
+
+    Args:
+        pending: The parameters.
+        scaling: What the loss scaler asks.
+        sharded: Whether any of the optimizer's parameters is sharded, so that scales are made outside the engines.
     """
     sorted_in: dict[tuple[Any, ...], Work] = {}
     for item in pending:
@@ -244,7 +251,7 @@ def sort_into_works(pending: Iterable[Pending], scaling: Scaling) -> list[Work]:
         work.items.append(item)
         work.batch.steps.append(tensor_step(item, step))
     for (known, *_), work in sorted_in.items():
-        if work.batch.numbers is None and work.domain is not None:
+        if work.batch.numbers is None and sharded:
             work.batch.numbers = _numbers_of_all(work)
         work.kept = kept_scales(work) if known else None
     return list(sorted_in.values())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter, mod
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class TritonFailed(Exception):
 
 
 _values = itemgetter(*(name for name in OPTIONS if name != "lr"))
+_kind_of_grad = attrgetter("layout", "dtype", "shape")
 
 
 class Replay:
@@ -84,16 +86,15 @@ class Replay:
         self._lrs = [group["lr"] for group in groups]
         self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
         aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
-        self._grad_kinds = [
-            (step.grad.dtype, step.grad.shape, ALIGNMENT if aligned[id(step)] else 1) for step in self._steps
-        ]
+        self._grad_kinds = [_kind_of_grad(step.grad) for step in self._steps]
+        self._alignment = [ALIGNMENT if aligned[id(step)] else 1 for step in self._steps]
         self._shapes = [param.shape for param in self.params]
         self._install_views()
         self._state_values = _values_of(state.values())  # held, so that no new tensor can have the id of an old one
-        self._state_ids = [id(value) for value in self._state_values]
+        self._state_ids = list(map(id, self._state_values))
         first_views = [self._items[places[0]].state["step"] for places in self._places]
         self._tensors = [tensor for step in self._steps for tensor in _tensors(step)] + first_views
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         watched = [item for item in self._items if item.options.master_weights != "none"]
         self._written = [(item.param, Written.of(item.param)) for item in watched]
         self._masters = [number for number, item in enumerate(watched) if "master_param" in item.state]
@@ -119,10 +120,10 @@ class Replay:
         return (
             self._same_groups(groups)
             and self._same_grads()
-            and [id(value) for value in _values_of(state.values())] == self._state_ids
-            and [tensor.data_ptr() for tensor in self._tensors] == self._addresses
+            and list(map(id, _values_of(state.values()))) == self._state_ids
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
             and [param.shape for param in self.params] == self._shapes
-            and all(param.is_contiguous() for param in self.params)
+            and all(map(Tensor.is_contiguous, self.params))
             and self._masters_unedited()
             and (scaling is None or _kind_of(scaling) == self._compiled)
         )
@@ -159,19 +160,21 @@ class Replay:
     def _same_grads(self) -> bool:
         if any(param.grad is not None for param in self._idle):
             return False
-        addresses = []
-        for param, (dtype, shape, alignment) in zip(self.params, self._grad_kinds, strict=True):
-            grad = param.grad
-            if grad is None:
-                addresses.append(0)  # the tensor is inactive for this step
-                continue
-            if grad.layout is not torch.strided or grad.dtype is not dtype or grad.shape != shape:
-                return False
-            address = grad.data_ptr() or NOT_NULL
-            if address % alignment or not grad.is_contiguous():
-                return False
-            addresses.append(address)
-        self._grad_addresses = addresses
+        grads = [param.grad for param in self.params]
+        present = [grad for grad in grads if grad is not None]
+        kinds, alignment = self._grad_kinds, self._alignment
+        if len(present) != len(grads):  # those without one are inactive for this step
+            kinds = [kind for kind, grad in zip(kinds, grads, strict=True) if grad is not None]
+            alignment = [size for size, grad in zip(alignment, grads, strict=True) if grad is not None]
+        if list(map(_kind_of_grad, present)) != kinds or not all(map(Tensor.is_contiguous, present)):
+            return False
+        addresses = [address or NOT_NULL for address in map(Tensor.data_ptr, present)]
+        if any(map(mod, addresses, alignment)):
+            return False
+        found = iter(addresses)
+        self._grad_addresses = (
+            addresses if len(present) == len(grads) else [0 if grad is None else next(found) for grad in grads]
+        )
         return True
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -271,4 +274,4 @@ def _tensors(step: TensorStep) -> list[Tensor]:
 
 
 def _values_of(states: Iterable[ParamState]) -> list[Any]:
-    return [value for state in states for value in state.values()]
+    return list(chain.from_iterable(map(dict.values, states)))

@@ -93,7 +93,7 @@ def step_numbers(
 
 def clean_grad(grad: Tensor, numbers: StepNumbers) -> Tensor:
     """The gradient as the rule sees it: unscaled, signed, 0 for non-finite elements."""
-    return torch.nan_to_num(grad, 0.0, 0.0, 0.0).mul_(numbers.grad_scale)
+    return (grad * numbers.grad_scale).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def momentum(exp_avg: Tensor, grad_share: Tensor, numbers: StepNumbers) -> Tensor:

@@ -182,7 +182,8 @@ class Stepper:
         Tensors whose scales are known beforehand (one-pass mode, or neither gate nor radial bound) are updated and
         measured in one go.
         """
-        works, domains = sort_into_works(pending, scaling), self.sharding.domains
+        domains = self.sharding.domains
+        works = sort_into_works(pending, scaling, sharded=bool(domains))
         # Not beside sharded parameters: whether anything may be written is known when all ranks have been heard.
         replayable = [work for work in works if work.engine.numbers_on_device and not domains]
         works = [work for work in works if work not in replayable]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import signal
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import sharded
@@ -19,6 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luminav import LuminaV
+from luminav.assembly import Scaling
+from luminav.stepper import Stepper
 
 
 class Collectives(TorchDispatchMode):
@@ -278,8 +282,14 @@ def refused() -> tuple[str, str, bool]:
 # ---- loss scaling --------------------------------------------------------------------------------------------------
 
 
-def overflow(way: str, options: dict[str, Any]) -> tuple[bool, bool, sharded.Difference]:
-    """Step 2 overflows on rank 0 only. Were the ranks' weights and states left, and is the rest the unscaled run?"""
+def overflow(way: str, options: dict[str, Any], on_device: bool) -> tuple[bool, bool, sharded.Difference]:
+    """Step 2 overflows on rank 0 only. Were the ranks' weights and states left, and is the rest the unscaled run?
+
+    Args:
+        on_device: Leave the flags where they are, as is done on an accelerator, instead of looking at them.
+    """
+    if on_device:
+        Stepper._scaling = _left_on_device(Stepper._scaling)
     twins = sharded.Twins(way, {"lr": 2e-2, **options}, torch.float16, sharded.SHAPES)
     left, wrote_before = False, False
     for step in range(4):
@@ -296,6 +306,15 @@ def overflow(way: str, options: dict[str, Any]) -> tuple[bool, bool, sharded.Dif
             wrote_before |= not unchanged(before, snapshot(twins.optimizer))
             twins.whole_optimizer.step()
     return left, wrote_before, twins.difference()
+
+
+def _left_on_device(scaling_of: Callable[..., Any]) -> Callable[..., Any]:
+    def scaling(stepper: Stepper, pending: list[Any]) -> Scaling:
+        found: Scaling = scaling_of(stepper, pending)
+        stepped = all(stepper.optimizer.state.get(item.param) for item in pending)
+        return dataclasses.replace(found, found_inf=found.overflow) if stepped else found
+
+    return scaling
 
 
 def grad_scaler() -> tuple[bool, float]:

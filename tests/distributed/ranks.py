@@ -100,6 +100,7 @@ def start(
     timeout: float = 200.0,
     group_timeout: float = GROUP_TIMEOUT,
     together: bool = True,
+    fresh: bool = False,
     **arguments: Any,
 ) -> list[Ended]:
     """Run `function(**arguments)` on every rank of a new default process group, and tell how each ended.
@@ -111,10 +112,12 @@ def start(
         timeout: Seconds after which those still running are ended.
         group_timeout: That of the process group.
         together: Whether the ranks wait for each other at the end, as they must if all are to return.
+        fresh: Start new interpreters, which see the environment as it is now; it takes seconds.
         arguments: The same for every rank.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(PRELOADED)
     file = folder / f"meet{time.monotonic_ns()}"
     began = time.monotonic()
     processes, answers = [], []

@@ -277,3 +277,10 @@ def compare(
             twins.step()
         found.append(twins.difference())
     return found
+
+
+def compare_triton(cases: Sequence[tuple[str, bool]], option_sets: Sequence[dict[str, Any]]) -> list[Difference]:
+    """:func:`compare` with the Triton engine, for several ways, with and without missing gradients."""
+    option_sets = [{**options, "execution": "triton"} for options in option_sets]
+    shapes = SHAPES[:1] + SHAPES[-2:]  # the interpreter takes a tenth of a second for a tensor
+    return [d for way, missing in cases for d in compare(way, option_sets, missing=missing, shapes=shapes, steps=3)]

@@ -115,10 +115,14 @@ def test_fsdp_sync_without_process_group_warns_once(options: dict[str, Any]) -> 
 # ---- loss scaling --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["fsdp2", "flat_pieces"])
+@pytest.mark.parametrize(("way", "on_device"), [("fsdp2", False), ("flat_pieces", False), ("fsdp2", True)])
 @pytest.mark.parametrize("options", [{}, {"buffer": 1}, ONE_PASS], ids=str)
-def test_overflow_on_one_rank_skips_the_step_on_all(way: str, options: dict[str, Any], tmp_path: Path) -> None:
-    for left, wrote, difference in ranks.run(cases.overflow, 2, tmp_path, way=way, options=options):
+def test_overflow_on_one_rank_skips_the_step_on_all(
+    way: str, on_device: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The flag is looked at on the CPU; on an accelerator it stays there and is only selected by."""
+    arguments = {"way": way, "on_device": on_device, "options": options}
+    for left, wrote, difference in ranks.run(cases.overflow, 2, tmp_path, **arguments):
         assert left and wrote and difference.ulps <= 1
 
 

@@ -84,6 +84,20 @@ def test_bf16_draws_the_noise_of_the_unsharded_run(
     assert [(d.unequal, d.unequal_state) for d in unscaled] == [(0, 0)] * world
 
 
+@pytest.mark.slow
+def test_triton_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter: sharded steps take the engine's verbs one by one.
+
+    Shards of columns, and the zeros in place of missing gradients, go to the foreach engine, in the same collective.
+    """
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    cases = [("fsdp2", True), ("tensor_parallel", False)]
+    option_sets = [{**LARGE_STEP, **options} for options in ({}, {"buffer": 1}, {"fused_single_pass": True})]
+    for found in ranks.run(sharded.compare_triton, 2, tmp_path, fresh=True, cases=cases, option_sets=option_sets):
+        assert max(difference.largest for difference in found) <= FP32_TOLERANCE
+
+
 def test_replicas_stay_bit_identical(tmp_path: Path) -> None:
     """HSDP: ranks 0 and 2 hold the same shards, and so do 1 and 3. FP16 steps depend on every bit of the scales."""
     options = [{"lr": 2e-2}, {"lr": 2e-2, "buffer": 1}, {"lr": 2e-2, "fused_single_pass": True}]

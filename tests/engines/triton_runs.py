@@ -119,22 +119,33 @@ class Race:
                 yield f"{number}.{key}", state[key], value
 
     def compare(self, slack: float = 0.0) -> None:
-        """Hold weights and state against the reference's, then set them to it. Errors below `slack` do not count."""
-        equal = total = 0
+        """Hold weights and state against the reference's, then set them to it. Errors below `slack` do not count.
+
+        On NVIDIA GPUs tanh is good to 2⁻¹¹ where weights are BF16 without a master: that part of a step may be off,
+        which can be more than one ulp of a weight near zero, and flips more roundings the larger the step is.
+        """
+        lr = max(float(group["lr"]) / group["cautious_clamp_min"] for group in self.reference.param_groups)
+        states = [self.reference.state.get(twin, {}) for twin in self.twins if twin.dtype == torch.bfloat16]
+        coarse = DEVICE.type == "cuda" and any("master_param" not in state for state in states)
+        differing = total = 0
         for name, tensor, expected in self.states():
             got = tensor.cpu()
             assert got.dtype == expected.dtype and got.shape == expected.shape, name
             if expected.dtype in SIXTEEN_BIT:
-                apart = ulps_apart(got, expected)
-                apart[(got.double() - expected.double()).abs() <= slack] = 0
+                apart, off = ulps_apart(got, expected), (got.double() - expected.double()).abs()
+                apart[off <= slack] = 0
+                differing, total = differing + int((apart != 0).sum()), total + apart.numel()
+                apart[off <= (lr * 2.0**-10 if coarse else 0.0)] = 0
                 assert not apart.numel() or apart.max() <= 1, f"{name}: {int(apart.max())} ulp"
-                equal, total = equal + int((apart == 0).sum()), total + apart.numel()
+            elif name.endswith("_scale"):
+                assert error(got, expected) <= (1e-3 if coarse else 1e-5), name
             elif expected.is_floating_point():
-                assert error(got, expected) <= (1e-5 if name.endswith("_scale") else 1e-6), name
+                assert error(got, expected) <= 1e-6, name
             else:
                 assert torch.equal(got, expected), name
             tensor.copy_(expected)
-        assert equal >= 0.99 * total, f"{total - equal} of {total} elements differ"
+        allowed = max(0.01 * total * max(1.0, lr / 1.6e-3), 5) if coarse else 0.01 * total
+        assert differing <= allowed, f"{differing} of {total} elements differ"
 
 
 def ulps_apart(a: Tensor, b: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ INTERPRETED = kernels.INTERPRETED.value
 MEASURE = Shape(1024, 8, 4, 96)
 UPDATE = Shape(1024, 8, 4, 96)
 SPAN = UPDATE.block * UPDATE.iterations  # elements of a program; the same in MEASURE, since they share tables
+assert SPAN == MEASURE.block * MEASURE.iterations < 1 << 15  # two counts of so many elements share 32 bits
 
 TRITON_TYPES = {
     torch.float16: tl.float16,

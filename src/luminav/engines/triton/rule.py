@@ -40,10 +40,9 @@ def is_finite(x):
 @triton.jit
 def clean_grad(grad, grad_scale, SCALED: tl.constexpr):
     """The gradient as the rule sees it: 0 for non-finite elements; unscaled and signed where SCALED."""
-    grad = tl.where(is_finite(grad), grad, 0.0)
     if SCALED:
         grad *= grad_scale
-    return grad
+    return tl.where(is_finite(grad), grad, 0.0)
 
 
 @triton.jit

@@ -430,14 +430,17 @@ SPECIALS = (0.0, -0.0, 1.0, -1.0, 1e-8, -1e-8, 3e-5, math.inf, -math.inf, math.n
 
 @by_engine
 @by_dtype
-@pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
-def test_zero_learning_rate_leaves_every_bit(engine: str, dtype: torch.dtype, tensor_lr: bool) -> None:
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+def test_zero_learning_rate_leaves_every_bit(
+    engine: str, dtype: torch.dtype, lr: float | Tensor, capturable: bool
+) -> None:
     """In every mode; the moments go on."""
     weights = torch.tensor(SPECIALS * 3).to(dtype)
     for mode, master in itertools.product(MODES.values(), MASTER_MODES):
-        lr = torch.tensor(0.0) if tensor_lr else 0.0
         param = parameter(weights)
-        optimizer = optimizer_for([param], lr=lr, master_weights=master, execution=engine, **mode)
+        options = {"lr": lr, "capturable": capturable, "master_weights": master, "execution": engine, **mode}
+        optimizer = optimizer_for([param], **options)
         run(optimizer, [param], [[g] for g in gradients(weights.shape, 3, 1)])
         assert_same_bits(param.detach(), weights, str(mode))
         assert optimizer.state[param]["exp_avg"].any()
@@ -484,6 +487,24 @@ def test_extreme_gradients_keep_everything_finite(engine: str, dtype: torch.dtyp
         assert torch.isfinite(param).all(), (name, master)
         for key, value in state.items():
             assert torch.isfinite(value).all(), (name, master, key)
+
+
+@by_engine
+@by_dtype
+def test_moments_at_the_edge_of_the_range_stay_there(engine: str, dtype: torch.dtype) -> None:
+    """β₁·max + (1−β₁)·max is max, but with these β₁ FP32 rounds it to one bit more, which one noise value in 65536
+    (BF16) or one in 8192 (FP16) would carry over to infinity. Stored are 2¹⁸ such moments."""
+    numel = 1 << 18 if dtype in SIXTEEN_BIT else 64
+    for beta1, mode in itertools.product((0.024, 0.029, 0.057, 0.067, 0.9), ({}, {"buffer": 1})):
+        param = parameter(torch.ones(numel), dtype)
+        optimizer = optimizer_for([param], betas=(beta1, 0.999), cautious=False, bound=False, execution=engine, **mode)
+        run(optimizer, [param], [[torch.zeros(numel)]])
+        optimizer.state[param]["exp_avg"].fill_(LARGEST[dtype])
+        param.grad = torch.full_like(param, LARGEST[dtype])
+        optimizer.step()
+        assert torch.isfinite(param).all()
+        moment = optimizer.state[param]["exp_avg"].double()
+        assert (moment <= LARGEST[dtype]).all() and (moment >= LARGEST[dtype] * (1 - 2.0**-7)).all()
 
 
 @by_engine

@@ -39,7 +39,7 @@ from luminav import rule
 from luminav.engines import Batch, Scales, TensorStep, bundle, choose_engine
 from luminav.engines.single import SingleEngine
 from luminav.hyperparameters import Options
-from luminav.rounding import noise_key
+from luminav.rounding import element_noise, noise_key, stochastic_round
 
 PIECE = 64
 """Elements of a piece here; CPU_PIECE is 2¹⁸."""
@@ -313,6 +313,45 @@ def test_group_overrides_hold_also_in_groups_added_later(engine: str, dtype: tor
         assert_same_bits(params[i].detach(), alone[i].detach(), f"group {i}")
         for key, value in own.state[alone[i]].items():
             assert_same_bits(optimizer.state[params[i]][key], value, f"group {i} {key}")
+
+
+@pytest.mark.usefixtures("small_pieces")
+@by_engine
+@by_sixteen_bit
+@pytest.mark.parametrize("capturable", [False, True], ids=["host", "capturable"])
+@pytest.mark.parametrize(("moment", "factor"), [("exp_avg", 0.7), ("exp_avg_sq", 0.9)])
+def test_noise_is_that_of_seed_step_parameter_element_and_stream(
+    engine: str, dtype: torch.dtype, capturable: bool, moment: str, factor: float
+) -> None:
+    """Without gradients the stores are plain products: of the weight with 1 − η·λ, of a moment with its β. Each draws
+    by its own step count, its position in the optimizer, and the row-major index."""
+    shapes = [(3, 50), (70,), (9, 8), (2, 40)]
+    layouts = ["contiguous", "contiguous", "transposed", "strided_slice"]
+    params = [parameter(torch.ones(shape), dtype, layout) for shape, layout in zip(shapes, layouts)]
+    options = {"lr": 0.25, "weight_decay": 0.3, "betas": (0.7, 0.9), "seed": 99, "capturable": capturable}
+    optimizer = optimizer_for([{"params": params[:1]}, {"params": params[1:]}], execution=engine, **options)
+    steps = dict.fromkeys(range(4), 0)
+    for present in ((0, 2), (0, 3), (0, 2, 3), (2, 3)):
+        expected = {}
+        for number in present:
+            steps[number] += 1
+            values = normal(shapes[number], 10 * number + steps[number]).abs().to(dtype)
+            params[number].grad = torch.zeros_like(params[number])
+            params[number].detach().copy_(values)
+            if state := optimizer.state.get(params[number]):
+                state["exp_avg"].zero_()
+                state[moment].copy_(values)
+            noise = element_noise(noise_key(99, steps[number], number), torch.arange(values.numel()).int())
+            for name, scale in {"weight": 1 - 0.25 * 0.3, moment: factor}.items():
+                if name == "weight" or state:
+                    stream = getattr(noise, name).view(values.shape)
+                    expected[number, name] = stochastic_round(values.float() * scale, dtype, stream)
+        optimizer.step()
+        optimizer.zero_grad()
+        for (number, name), value in expected.items():
+            stored = params[number].detach() if name == "weight" else optimizer.state[params[number]][name]
+            assert_same_bits(stored, value, f"{name} of parameter {number}, step {steps[number]}")
+    assert steps == {0: 3, 1: 0, 2: 3, 3: 3}
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------

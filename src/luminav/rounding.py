@@ -3,9 +3,9 @@
 **Noise.** Stochastic rounding needs 16 random bits per stored value. They come from no generator but from a hash of
 (seed, step, parameter index, element index, stream), so that a resumed run, another engine and a sharded run draw the
 same bits. One parameter's step has a :class:`NoiseKey`, two 32-bit words from a splitmix64 chain (Steele, Lea &
-Flood 2014, doi 10.1145/2660193.2660195). Each element then goes through three multiply–xorshift rounds of 32-bit
-arithmetic, a finaliser of the kind of MurmurHash3, with the key entering *between* the rounds too: two keys never give
-shifted copies of one sequence, which ``hash(index + seed)`` would.
+Flood 2014, doi 10.1145/2660193.2660195). Each element then goes through two multiply–xorshift rounds of 32-bit
+arithmetic and a last product for each stream, a finaliser of the kind of MurmurHash3, with the key entering *between*
+the rounds too: two keys never give shifted copies of one sequence, which ``hash(index + seed)`` would.
 
 **Rounding.** A BF16 value is the upper half of an FP32 bit pattern. Adding a uniform 16-bit integer to the pattern and
 cutting the lower half carries into the upper half with probability (lower half) / 2¹⁶, which is exactly the value's

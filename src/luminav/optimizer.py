@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.assembly import check_layout, check_param, without_autocast
 from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
+from luminav.rounding import SIXTEEN_BIT
 from luminav.state import (
     Sealed,
     adopt_edits,
@@ -268,7 +269,7 @@ class LuminaV(Optimizer):
         """
         exported = model.state_dict()
         for name, param in model.named_parameters(remove_duplicate=False):
-            if name not in exported or param.dtype not in (torch.float16, torch.bfloat16):
+            if name not in exported or param.dtype not in SIXTEEN_BIT:
                 continue
             written = self._stepper.written.get(param)
             master = self.state.get(param, {}).get("master_param")

@@ -38,6 +38,9 @@ ELEMENT_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 STREAM_MULTIPLIERS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2D)
 HIGH_WORD_MULTIPLIERS = (0x27D4EB2F, 0x165667B1)
 
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+"""The dtypes that are rounded to, and that can have a master weight."""
+
 FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_ULP_OF_ONE = 2.0**-10
 NOISE_RANGE = 65536.0
@@ -237,7 +240,7 @@ def stochastic_round(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor
     Raises:
         TypeError: `value` is not FP32 or `dtype` is not a 16-bit float.
     """
-    if value.dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
+    if value.dtype != torch.float32 or dtype not in SIXTEEN_BIT:
         raise TypeError(
             f"stochastic_round takes FP32 to torch.bfloat16 or torch.float16, got {value.dtype} to {dtype}."
         )

@@ -16,23 +16,21 @@ from torch import Tensor
 
 from luminav.distributed import local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.rounding import largest_finite, nearest
+from luminav.rounding import SIXTEEN_BIT, largest_finite, nearest
 
 logger = logging.getLogger("luminav")
 
 ParamState: TypeAlias = dict[str, Any]
 
-_SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-
 
 def has_master(param: Tensor, options: Options) -> bool:
     """Whether an FP32 master weight is kept: for 16-bit parameters only, others are their own master."""
-    return options.master_weights != "none" and param.dtype in _SIXTEEN_BIT
+    return options.master_weights != "none" and param.dtype in SIXTEEN_BIT
 
 
 def moment_dtype(param: Tensor, options: Options) -> torch.dtype:
     """Storage dtype of exp_avg and exp_avg_sq."""
-    return torch.float32 if options.master_weights == "full" and param.dtype in _SIXTEEN_BIT else param.dtype
+    return torch.float32 if options.master_weights == "full" and param.dtype in SIXTEEN_BIT else param.dtype
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class Written(NamedTuple):
     @classmethod
     def of(cls, param: Tensor) -> Written:
         """The weight as it is now."""
-        own_master = param.dtype not in _SIXTEEN_BIT
+        own_master = param.dtype not in SIXTEEN_BIT
         return cls(_versions(param), _data_ptr(param), param.dtype, param.detach() if own_master else None)
 
     def is_still(self, param: Tensor) -> bool:
@@ -201,7 +199,7 @@ def _data_ptr(param: Tensor) -> int:
 
 def former_weight(param: Tensor, written: Written | None) -> Tensor | None:
     """The FP32 weight that a parameter was before ``model.bfloat16()``, as a copy; None if it was none."""
-    if written is None or written.weight is None or param.dtype not in _SIXTEEN_BIT:
+    if written is None or written.weight is None or param.dtype not in SIXTEEN_BIT:
         return None
     return written.weight.to(torch.float32, copy=True) if written.weight.shape == param.shape else None
 

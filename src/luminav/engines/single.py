@@ -14,14 +14,13 @@ from luminav.engines.batch import Batch, Scales, TensorStep
 from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
 from luminav.rounding import (
     MASTER_CAP_BF16,
+    SIXTEEN_BIT,
     Noise,
     finite_part,
     largest_finite,
     nearest,
     round_finite_,
 )
-
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 # Which tensor of a step a bundle loads or stores.

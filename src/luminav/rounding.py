@@ -122,19 +122,20 @@ class Noise:
     exp_avg_sq: Tensor | None
 
 
-def element_noise(key: NoiseKey, index: Tensor, high: Word = 0, *, exp_avg_sq: bool = True) -> Noise:
+def element_noise(key: NoiseKey, index: Tensor, high: Word = 0, *, start: int = 0, exp_avg_sq: bool = True) -> Noise:
     """16 noise bits per element for each stream.
 
     Args:
         key: The parameter's key for this step.
-        index: int32 tensor, the low 32 bits of each element's row-major index in the unsharded parameter. Overwritten.
+        index: int32 tensor, the low 32 bits of each element's row-major index in the unsharded parameter.
         high: The upper 32 bits of the index, an int or an int32 tensor.
+        start: Added to `index`, so that consecutive elements need no tensor of their own.
         exp_avg_sq: Whether the third stream is needed.
 
     Returns:
         The streams, shaped like `index`.
     """
-    x = index.add_(_add32(key.first, _multiply32(high, HIGH_WORD_MULTIPLIERS[0])))
+    x = index + _add32(_add32(key.first, start), _multiply32(high, HIGH_WORD_MULTIPLIERS[0]))
     x.mul_(signed(ELEMENT_MULTIPLIERS[0], 32))
     x.bitwise_xor_(_shift_right(x, 16, 32))
     # Exclusive or, not a sum: where two keys' first words are a shift apart, sums would differ by a constant here, and

@@ -44,7 +44,8 @@ class StepNumbers:
     beta1: float
     one_minus_beta1: float
     beta2: float
-    one_minus_beta2: float
+    root_one_minus_beta2: float
+    """√(1−β₂): applied before the square, which then overflows only where v saturates anyway."""
     eps: float
     """ε, raised for FP16 parameters."""
     sigma_scale: Scalar
@@ -80,7 +81,7 @@ def step_numbers(
         beta1=beta1,
         one_minus_beta1=1.0 - beta1,
         beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
+        root_one_minus_beta2=(1.0 - beta2) ** 0.5,
         eps=eps,
         sigma_scale=options.tau * bias_correction1 / bias_correction2**0.5,
         sigma_floor=eps * options.tau * bias_correction1,
@@ -91,39 +92,47 @@ def step_numbers(
 # ---- gradient and moments ----------------------------------------------------------------------------------------
 
 
-def clean_grad(grad: Tensor, numbers: StepNumbers) -> Tensor:
+def clean_grad_(grad: Tensor, numbers: StepNumbers) -> Tensor:
     """The gradient as the rule sees it: unscaled, signed, 0 for non-finite elements."""
-    return (grad * numbers.grad_scale).nan_to_num_(0.0, 0.0, 0.0)
+    return grad.mul_(numbers.grad_scale).nan_to_num_(0.0, 0.0, 0.0)
 
 
-def momentum(exp_avg: Tensor, grad_share: Tensor, numbers: StepNumbers) -> Tensor:
+def momentum_(exp_avg: Tensor, grad_share: Tensor, numbers: StepNumbers) -> Tensor:
     """m ← β₁·m + (1−β₁)·g, given (1−β₁)·g."""
-    return (exp_avg * numbers.beta1).add_(grad_share)
+    return exp_avg.mul_(numbers.beta1).add_(grad_share)
 
 
-lookahead = momentum
-"""m̃ = β₁·m + (1−β₁)·g with the new m: the momentum's own formula once more."""
+def lookahead_(grad_share: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> Tensor:
+    """m̃ = β₁·m + (1−β₁)·g with the new m: the momentum's own formula once more."""
+    return grad_share.add_(exp_avg, alpha=numbers.beta1)
 
 
-def variance(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
+def variance_(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
     """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`."""
-    innovation = (grad - exp_avg).square_().mul_(numbers.one_minus_beta2)
-    return innovation.add_(exp_avg_sq * numbers.beta2).clamp_max_(largest)
+    innovation = (grad - exp_avg).mul_(numbers.root_one_minus_beta2)
+    return exp_avg_sq.mul_(numbers.beta2).add_(innovation.square_()).clamp_max_(largest)
 
 
 # ---- direction and gate --------------------------------------------------------------------------------------------
 
 
 def tanh_(x: Tensor) -> Tensor:
-    """tanh in place, as e/(e+2) with e = exp(2x) − 1: within 2 ulp, and half the time of ``torch.tanh`` on the CPU."""
-    e = x.clamp_(-TANH_RANGE, TANH_RANGE).mul_(2.0).expm1_()
+    """tanh in place."""
+    return tanh_of_half_(x.mul_(2.0))
+
+
+def tanh_of_half_(x: Tensor) -> Tensor:
+    """tanh(x/2) in place, as e/(e+2) with e = exp(x) − 1: to 2 ulp, in half the time of ``torch.tanh`` on the CPU."""
+    e = x.clamp_(-2.0 * TANH_RANGE, 2.0 * TANH_RANGE).expm1_()
     return e.div_(e + 2.0)
 
 
 def dual_direction(lookahead: Tensor, exp_avg_sq: Tensor, numbers: StepNumbers) -> Tensor:
-    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁."""
-    sigma = exp_avg_sq.sqrt().mul_(numbers.sigma_scale).add_(numbers.sigma_floor).clamp_min_(SMALLEST_DENOMINATOR)
-    return tanh_(torch.div(lookahead, sigma, out=sigma))
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁. Works with σ/2, which saves a pass."""
+    half_sigma = exp_avg_sq.sqrt().mul_(0.5 * numbers.sigma_scale).add_(0.5 * numbers.sigma_floor)
+    if isinstance(numbers.sigma_floor, Tensor) or numbers.sigma_floor < SMALLEST_DENOMINATOR:
+        half_sigma.clamp_min_(0.5 * SMALLEST_DENOMINATOR)
+    return tanh_of_half_(torch.div(lookahead, half_sigma, out=half_sigma))
 
 
 def single_direction(lookahead: Tensor, rms_denominator: Scalar, alpha_ss: float) -> Tensor:
@@ -132,15 +141,9 @@ def single_direction(lookahead: Tensor, rms_denominator: Scalar, alpha_ss: float
     return tanh_(z.div_(z.abs().mul_(alpha_ss).add_(1.0)))
 
 
-def cautious_mask(lookahead: Tensor, grad: Tensor) -> Tensor:
-    """1 where m̃ and g have the same non-zero sign, else 0.
-
-    The product is taken of numbers scaled up by 1/(smallest normal number), so it cannot underflow. Where a factor
-    overflows, the sign of the product is still right, and ∞·0 = NaN compares as "not kept", as it should.
-    """
-    upscale = 1.0 / torch.finfo(grad.dtype).tiny
-    product = (lookahead * upscale).mul_(grad * upscale)
-    return torch.gt(product, 0.0, out=product)
+def cautious_mask_(lookahead: Tensor, grad: Tensor) -> Tensor:
+    """1 where m̃ and g have the same non-zero sign, else 0; a product with the sign of g cannot underflow."""
+    return lookahead.mul_(grad.sign_()).gt_(0.0)
 
 
 class Direction(NamedTuple):
@@ -154,7 +157,7 @@ class Direction(NamedTuple):
     """keep·u."""
 
 
-def direction(
+def direction_(
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor | None,
@@ -176,17 +179,16 @@ def direction(
         rms_denominator: With buffer=1, :func:`single_denominator` of the tensor.
     """
     grad_share = grad * numbers.one_minus_beta1
-    new_exp_avg = momentum(exp_avg, grad_share, numbers)
-    ahead = lookahead(new_exp_avg, grad_share, numbers)
+    exp_avg = momentum_(exp_avg, grad_share, numbers)
+    ahead = lookahead_(grad_share, exp_avg, numbers)
     if exp_avg_sq is None:
         assert rms_denominator is not None
-        new_exp_avg_sq = None
         u = single_direction(ahead, rms_denominator, options.alpha_ss)
     else:
-        new_exp_avg_sq = variance(exp_avg_sq, new_exp_avg, grad, numbers, largest)
-        u = dual_direction(ahead, new_exp_avg_sq, numbers)
-    keep = cautious_mask(ahead, grad) if options.cautious else None
-    return Direction(new_exp_avg, new_exp_avg_sq, keep, u if keep is None else u.mul_(keep))
+        exp_avg_sq = variance_(exp_avg_sq, exp_avg, grad, numbers, largest)
+        u = dual_direction(ahead, exp_avg_sq, numbers)
+    keep = cautious_mask_(ahead, grad) if options.cautious else None
+    return Direction(exp_avg, exp_avg_sq, keep, u if keep is None else u.mul_(keep))
 
 
 # ---- scales: a few numbers per tensor, in FP64 ---------------------------------------------------------------------
@@ -279,6 +281,6 @@ def cliff_governor_(change: Tensor, param: Tensor) -> Tensor:
     return soft_limit_(change, param.abs().mul_(CLIFF_RATIO).clamp_min_(CLIFF_FLOOR))
 
 
-def decay_and_move(param: Tensor, change: Tensor, numbers: StepNumbers) -> Tensor:
+def decay_and_move_(param: Tensor, change: Tensor, numbers: StepNumbers) -> Tensor:
     """p ← p·(1 − η·λ) − Δ."""
-    return (param * numbers.decay).sub_(change)
+    return param.mul_(numbers.decay).sub_(change)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from luminav.engines.bundle import Bundle, Piece, cut
+from luminav.engines.bundle import Bundle, Piece, Workspace, cut
 from luminav.layout import Layout, held_indices
 
 tensor = pytest.importorskip("torch.distributed.tensor")
@@ -50,8 +50,8 @@ def engines_index(layout: Layout, shape: torch.Size, limit: int) -> Tensor:
 
 
 def indices(step: Any, piece: Piece) -> Tensor:
-    low, high = Bundle([step], [piece])._element_index()
-    return (low.long() & 0xFFFFFFFF) + (torch.as_tensor(high).long() << 32)
+    low, high, start = Bundle([step], [piece], Workspace(piece.numel, torch.device("cpu")))._element_index()
+    return ((low.long() + start) & 0xFFFFFFFF) + (torch.as_tensor(high).long() << 32)
 
 
 CASES = [

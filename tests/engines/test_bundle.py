@@ -11,7 +11,7 @@ from support import LAYOUTS, assert_same_bits, generator, normal
 from torch import Tensor
 
 from luminav.engines.batch import TensorStep
-from luminav.engines.bundle import CPU_PIECE, Bundle, bundles, cut, piece_limit
+from luminav.engines.bundle import CPU_PIECE, Bundle, Workspace, bundles, cut, piece_limit
 from luminav.rounding import element_noise, noise_key
 
 SHAPES = [
@@ -126,7 +126,7 @@ def test_sums_are_per_piece_and_counts_exact() -> None:
     """FP32 partial sums of 512 ones are exact; a single FP32 sum of 2²⁵ ones would not be."""
     numel = (1 << 25) + 3
     ones = torch.ones(1).expand(numel)
-    bundle = Bundle([step_of(ones)], list(cut(0, (numel,), numel)))
+    bundle = Bundle([step_of(ones)], list(cut(0, (numel,), numel)), Workspace(0, torch.device("cpu")))
     (total,) = bundle.sum(torch.ones(numel))
     assert total.dtype == torch.float64 and total.item() == numel
     sizes = (1, 511, 512, 513, 1500, 3)

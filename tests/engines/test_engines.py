@@ -447,7 +447,9 @@ ELEMENTWISE: dict[str, Operation] = {
     "soft_limit_": lambda x, y: rule.soft_limit_(x.clone(), y.abs()),
     "cliff_governor_": lambda x, y: rule.cliff_governor_(x.clone(), y.clone()),
     "coordinate_radius": lambda x, y: rule.coordinate_radius(x, 0.03),
-    "cautious_mask": rule.cautious_mask,
+    "cautious_mask_": lambda x, y: rule.cautious_mask_(x.clone(), y.clone()),
+    "add_alpha": lambda x, y: torch.add(x, y, alpha=0.9),
+    "sign": lambda x, y: torch.sign(x),
 }
 
 

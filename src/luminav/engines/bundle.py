@@ -8,6 +8,7 @@ layout draws the same noise and adds its sums in the same order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from luminav.engines.batch import TensorStep
-from luminav.rounding import Noise, NoiseKey, Word, element_noise, signed
+from luminav.rounding import Noise, NoiseKey, Word, element_noise
 from luminav.rule import Scalar
 
 Index: TypeAlias = tuple[int | slice, ...]
@@ -26,12 +27,45 @@ Select: TypeAlias = Callable[[TensorStep], Tensor | None]
 CPU_PIECE = 1 << 18  # 1 MiB per FP32 temporary: a dozen of them stay in the last-level cache
 DEVICE_PIECE = 1 << 22  # large enough to fill an accelerator, 16 MiB per FP32 temporary
 SUM_ROW = 512
+HEAP_BLOCK = (32 << 20) - (64 << 10)  # just below the largest mapping that glibc learns from (mallopt(3))
 LOW_WORD = 1 << 32  # the noise index is split into 32-bit words at multiples of this
 
 
 def piece_limit(device: torch.device) -> int:
     """The most elements worked on at once."""
     return CPU_PIECE if device.type == "cpu" else DEVICE_PIECE
+
+
+class Workspace:
+    """Memory that the bundles of a batch take turns in. New tensors for each would be cold, if not new pages."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self._numel, self._device = numel, device
+        self._buffers: dict[object, Tensor] = {}
+        keep_heap()
+
+    def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
+        """The first `numel` elements of the buffer of this name, uninitialised at first."""
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            self._buffers[key] = buffer = torch.empty(self._numel, dtype=dtype, device=self._device)
+        return buffer[:numel]
+
+    @functools.cached_property
+    def ramp(self) -> Tensor:
+        """0, 1, 2, … int32; never written to."""
+        return torch.arange(self._numel, dtype=torch.int32, device=self._device)
+
+
+@functools.cache
+def keep_heap() -> None:
+    """Have glibc keep the memory of freed temporaries; elsewhere it does nothing.
+
+    glibc returns the free top of its heap to the system as soon as it is twice the largest mapping freed so far, at
+    first 256 KiB, so that pieces would get their temporaries as new pages. After one large block has come and gone,
+    never touched, it keeps up to 64 MiB.
+    """
+    torch.empty(HEAP_BLOCK, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -71,10 +105,12 @@ def _cut(tensor: int, prefix: Index, start: int, shape: tuple[int, ...], numel: 
 class Bundle:
     """Pieces of some tensors of one batch, seen as one flat buffer."""
 
-    def __init__(self, steps: Sequence[TensorStep], pieces: Sequence[Piece]) -> None:
+    def __init__(self, steps: Sequence[TensorStep], pieces: Sequence[Piece], workspace: Workspace) -> None:
+        """A bundle of `pieces` of the batch's `steps`; the workspace must hold as many elements as the pieces have."""
         self.pieces = pieces
         self.sizes = [piece.numel for piece in pieces]
         self.device = steps[0].param.device
+        self._workspace = workspace
         self._steps = [steps[piece.tensor] for piece in pieces]
 
     def views(self, of: Select) -> list[Tensor]:
@@ -85,6 +121,17 @@ class Bundle:
         """The pieces as one flat tensor of `dtype`; it may alias the original, so it is never written to."""
         flat = [view.reshape(-1) for view in self.views(of)]
         return (flat[0] if len(flat) == 1 else torch.cat(flat)).to(dtype)
+
+    def copy(self, of: Select, dtype: torch.dtype) -> Tensor:
+        """The pieces as one flat tensor of `dtype`, to be overwritten: a buffer that the next bundle gets as well."""
+        flat = self._workspace.take(of, sum(self.sizes), dtype)
+        views = self.views(of)
+        if len(views) == 1:
+            flat.view(views[0].shape).copy_(views[0])
+            return flat
+        parts = [part.view(view.shape) for part, view in zip(self.split(flat), views, strict=True)]
+        torch._foreach_copy_(parts, views)
+        return flat
 
     def store(self, of: Select, flat: Tensor, unless: Tensor | None = None) -> None:
         """Write a flat tensor back into the pieces, converting to their dtype; nothing where `unless` is True."""
@@ -127,24 +174,22 @@ class Bundle:
 
     def noise(self, *, exp_avg_sq: bool) -> Noise:
         """Rounding noise for the flat buffer."""
-        low, high = self._element_index()
+        low, high, start = self._element_index()
         keys = [present_key(step) for step in self._steps]
         if len(keys) == 1:
-            return element_noise(keys[0], low, high, exp_avg_sq=exp_avg_sq)
+            return element_noise(keys[0], low, high, start=start, exp_avg_sq=exp_avg_sq)
         words = zip(*((key.first, key.second) for key in keys), strict=True)
         spread = (self._per_element(torch.tensor(word, dtype=torch.int32, device=self.device)) for word in words)
         return element_noise(NoiseKey(*spread), low, high, exp_avg_sq=exp_avg_sq)
 
-    def _element_index(self) -> tuple[Tensor, Word]:
-        """Low and high 32 bits of each element's row-major index in its unsharded parameter."""
+    def _element_index(self) -> tuple[Tensor, Word, int]:
+        """Low and high 32 bits of each element's row-major index in its unsharded parameter; the third adds to low."""
         if len(self.pieces) == 1 and not self._steps[0].jumps:
             start, numel = self._steps[0].first_index + self.pieces[0].start, self.sizes[0]
             if start % LOW_WORD + numel <= LOW_WORD:
-                low = torch.arange(numel, dtype=torch.int32, device=self.device)
-                return low.add_(signed(start, 32)), start // LOW_WORD
-        ramps = [_indices(step, piece, self.device) for step, piece in zip(self._steps, self.pieces, strict=True)]
-        index = torch.cat(ramps)
-        return index.to(torch.int32), index.bitwise_right_shift(32).to(torch.int32)
+                return self._workspace.ramp[:numel], start // LOW_WORD, start % LOW_WORD
+        index = torch.cat([_indices(*pair, self.device) for pair in zip(self._steps, self.pieces, strict=True)])
+        return index.to(torch.int32), index.bitwise_right_shift(32).to(torch.int32), 0
 
 
 def _indices(step: TensorStep, piece: Piece, device: torch.device) -> Tensor:
@@ -161,8 +206,10 @@ def _indices(step: TensorStep, piece: Piece, device: torch.device) -> Tensor:
 
 def _sum(flat: Tensor) -> Tensor:
     body = flat.numel() // SUM_ROW * SUM_ROW
-    rows = flat[:body].view(-1, SUM_ROW).sum(1, dtype=flat.dtype if flat.is_floating_point() else torch.float32)
-    return rows.sum(dtype=torch.float64) + flat[body:].sum(dtype=torch.float64)
+    whole = body == flat.numel()
+    rows = (flat if whole else flat[:body]).view(-1, SUM_ROW)
+    total = rows.sum(1, dtype=flat.dtype if flat.is_floating_point() else torch.float32).sum(dtype=torch.float64)
+    return total if whole else total + flat[body:].sum(dtype=torch.float64)
 
 
 def present_key(step: TensorStep) -> NoiseKey:
@@ -185,14 +232,17 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
         limit: The most elements in a bundle.
         pack: Whether pieces of different tensors may share a bundle; if not, each piece is a bundle of its own.
     """
+    if not steps:
+        return
+    workspace = Workspace(min(limit, sum(step.param.numel() for step in steps)), steps[0].param.device)
     waiting: list[Piece] = []
     held = 0
     for number, step in enumerate(steps):
         for piece in cut(number, step.param.shape, limit):
             if waiting and (not pack or held + piece.numel > limit):
-                yield Bundle(steps, waiting)
+                yield Bundle(steps, waiting, workspace)
                 waiting, held = [], 0
             waiting.append(piece)
             held += piece.numel
     if waiting:
-        yield Bundle(steps, waiting)
+        yield Bundle(steps, waiting, workspace)

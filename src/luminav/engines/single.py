@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from luminav.rounding import (
     MASTER_CAP_BF16,
     SIXTEEN_BIT,
     Noise,
-    finite_part,
     largest_finite,
     nearest,
     round_finite_,
@@ -52,33 +50,26 @@ def known_finite(flat: Tensor) -> bool:
     return flat.device.type == "cpu" and math.isfinite(flat.sum().item())
 
 
-class _Grad(NamedTuple):
-    """A bundle's gradient: `raw` as it came, `clean` as the rule sees it. Neither is written to."""
+def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None]:
+    """A bundle's gradient as the rule sees it, to be overwritten, and the non-finite elements of each piece, FP64.
 
-    raw: Tensor
-    clean: Tensor
-    finite: bool
-
-    @classmethod
-    def load(cls, batch: Batch, bundle: Bundle) -> _Grad:
-        raw = bundle.load(_grad, batch.compute_dtype)
-        finite, scale = known_finite(raw), batch.step_numbers.grad_scale
-        as_it_is = finite and not isinstance(scale, Tensor) and scale == 1.0
-        return cls(raw, raw if as_it_is else rule.clean_grad(raw, batch.step_numbers), finite)
+    The counts are None if there are none.
+    """
+    grad = bundle.copy(_grad, batch.compute_dtype)
+    nonfinite = None if known_finite(grad) else bundle.sum(torch.isfinite(grad).logical_not_())
+    scale = batch.step_numbers.grad_scale
+    if nonfinite is None and not isinstance(scale, Tensor) and scale == 1.0:
+        return grad, None
+    return rule.clean_grad_(grad, batch.step_numbers), nonfinite
 
 
-class _Weight(NamedTuple):
-    """A bundle's weights with 0 for non-finite ones, and which those are (None if there are none)."""
-
-    finite: Tensor
-    nonfinite: Tensor | None
-
-    @classmethod
-    def load(cls, batch: Batch, bundle: Bundle) -> _Weight:
-        weight = bundle.load(_weight, batch.compute_dtype)
-        if known_finite(weight):
-            return cls(weight, None)
-        return cls(finite_part(weight), torch.isfinite(weight).logical_not_())
+def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
+    """A bundle's weights with 0 for non-finite ones, to be overwritten, and which those are; None if there are none."""
+    weight = bundle.copy(_weight, batch.compute_dtype)
+    if known_finite(weight):
+        return weight, None
+    nonfinite = torch.isfinite(weight).logical_not_()
+    return weight.nan_to_num_(0.0, 0.0, 0.0), nonfinite
 
 
 class SingleEngine:
@@ -105,9 +96,10 @@ class SingleEngine:
     def _measure_lookahead(self, batch: Batch) -> Tensor:
         table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
         for bundle in self._bundles(batch):
-            grad_share = _Grad.load(batch, bundle).clean * batch.step_numbers.one_minus_beta1
-            exp_avg = rule.momentum(bundle.load(_exp_avg, batch.compute_dtype), grad_share, batch.step_numbers)
-            ahead = rule.lookahead(exp_avg, grad_share, batch.step_numbers)
+            grad, _ = load_grad(batch, bundle)
+            grad_share = grad.mul_(batch.step_numbers.one_minus_beta1)
+            exp_avg = rule.momentum_(bundle.copy(_exp_avg, batch.compute_dtype), grad_share, batch.step_numbers)
+            ahead = rule.lookahead_(grad_share, exp_avg, batch.step_numbers)
             squares = ahead.to(torch.float64).square_()
             for piece, total in zip(bundle.pieces, bundle.sum(squares), strict=True):
                 table[piece.tensor, 0] += total
@@ -117,10 +109,10 @@ class SingleEngine:
     def _measure(self, batch: Batch) -> Tensor:
         table = torch.zeros(len(batch.steps), rule.NUM_SUMS, dtype=torch.float64, device=batch.device)
         for bundle in self._bundles(batch):
-            grad = _Grad.load(batch, bundle)
-            way = self._direction(batch, bundle, grad.clean)
-            weight = _Weight.load(batch, bundle)
-            add_sums_(table, bundle, grad, way, weight.finite)
+            grad, nonfinite_grads = load_grad(batch, bundle)
+            way = self._direction(batch, bundle, grad)
+            weight, _ = load_weight(batch, bundle)
+            add_sums_(table, bundle, way, weight, nonfinite_grads)
         return table
 
     def _update(self, batch: Batch, scales: Scales, gather: bool) -> Tensor | None:
@@ -129,25 +121,24 @@ class SingleEngine:
         )
         step_sizes = scales.step_sizes(batch.step_numbers.lr)
         for bundle in self._bundles(batch):
-            grad = _Grad.load(batch, bundle)
-            way = self._direction(batch, bundle, grad.clean)
-            weight = _Weight.load(batch, bundle)
+            grad, nonfinite_grads = load_grad(batch, bundle)
+            way = self._direction(batch, bundle, grad)
+            weight, nonfinite = load_weight(batch, bundle)
             if table is not None:
-                add_sums_(table, bundle, grad, way, weight.finite)
+                add_sums_(table, bundle, way, weight, nonfinite_grads)
             step_size = bundle.spread(step_sizes, batch.compute_dtype)
             govern = batch.param_dtype == torch.float16
-            change = rule.delta(way.kept_direction, weight.finite, step_size, batch.options, govern=govern)
-            moved = rule.decay_and_move(weight.finite, change, batch.step_numbers)
-            store(batch, bundle, way, moved, weight.nonfinite)
+            change = rule.delta(way.kept_direction, weight, step_size, batch.options, govern=govern)
+            store(batch, bundle, way, rule.decay_and_move_(weight, change, batch.step_numbers), nonfinite)
         return table
 
     def _direction(self, batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
         """Load the moments and go as far as the gated direction."""
         dual = batch.options.buffer == 2
-        return rule.direction(
+        return rule.direction_(
             grad,
-            bundle.load(_exp_avg, batch.compute_dtype),
-            bundle.load(_exp_avg_sq, batch.compute_dtype) if dual else None,
+            bundle.copy(_exp_avg, batch.compute_dtype),
+            bundle.copy(_exp_avg_sq, batch.compute_dtype) if dual else None,
             batch.step_numbers,
             batch.options,
             largest=largest_finite(present(batch.steps[0].exp_avg_sq).dtype) if dual else math.inf,
@@ -155,7 +146,9 @@ class SingleEngine:
         )
 
 
-def add_sums_(table: Tensor, bundle: Bundle, grad: _Grad, way: rule.Direction, weight: Tensor) -> None:
+def add_sums_(
+    table: Tensor, bundle: Bundle, way: rule.Direction, weight: Tensor, nonfinite: list[Tensor] | None
+) -> None:
     """Add a bundle's share of the sums to the rows of its tensors."""
     numel = [table.new_tensor(size) for size in bundle.sizes]
     columns = rule.Sums(
@@ -163,17 +156,10 @@ def add_sums_(table: Tensor, bundle: Bundle, grad: _Grad, way: rule.Direction, w
         direction_sq=bundle.sum(way.kept_direction.square()),  # type: ignore[arg-type]
         param_sq=bundle.sum(weight.square()),  # type: ignore[arg-type]
         numel=numel,  # type: ignore[arg-type]
-        nonfinite=count_nonfinite(bundle, grad),  # type: ignore[arg-type]
+        nonfinite=[table.new_zeros(())] * len(numel) if nonfinite is None else nonfinite,  # type: ignore[arg-type]
     )
     for piece, *row in zip(bundle.pieces, *columns, strict=True):
         table[piece.tensor] += torch.stack(row)
-
-
-def count_nonfinite(bundle: Bundle, grad: _Grad) -> list[Tensor]:
-    """Number of non-finite elements of each piece, FP64."""
-    if grad.finite:
-        return [torch.zeros((), dtype=torch.float64, device=bundle.device)] * len(bundle.pieces)
-    return bundle.sum(torch.isfinite(grad.raw).logical_not_())
 
 
 # ---- storage (section 7 of the rule): every store saturates, then rounds -------------------------------------------

@@ -49,9 +49,9 @@ from luminav.engines.triton.tables import (
     NUM_SUMS,
     NUMBERS_WIDTH,
     ONE_MINUS_BETA1,
-    ONE_MINUS_BETA2,
     PARAM,
     RMS_DENOMINATOR,
+    ROOT_ONE_MINUS_BETA2,
     SIGMA_FLOOR,
     SIGMA_SCALE,
     STEP_SIZE,
@@ -98,7 +98,7 @@ def numbers_kernel(
     tl.store(out + BETA1, beta1.to(tl.float32), mask=inside)
     tl.store(out + ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32), mask=inside)
     tl.store(out + BETA2, beta2.to(tl.float32), mask=inside)
-    tl.store(out + ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32), mask=inside)
+    tl.store(out + ROOT_ONE_MINUS_BETA2, tl.sqrt(1.0 - beta2).to(tl.float32), mask=inside)
     tl.store(out + SIGMA_SCALE, (tau * bias_correction1 / tl.sqrt(bias_correction2)).to(tl.float32), mask=inside)
     tl.store(out + SIGMA_FLOOR, (eps * tau * bias_correction1).to(tl.float32), mask=inside)
     tl.store(out + DECAY, decay.to(tl.float32), mask=inside)
@@ -183,20 +183,20 @@ def direction_numbers(n, DUAL: tl.constexpr):
     one_minus_beta1 = tl.load(n + ONE_MINUS_BETA1)
     if DUAL:
         beta2 = tl.load(n + BETA2)
-        one_minus_beta2 = tl.load(n + ONE_MINUS_BETA2)
+        root_one_minus_beta2 = tl.load(n + ROOT_ONE_MINUS_BETA2)
         sigma_scale = tl.load(n + SIGMA_SCALE)
         sigma_floor = tl.load(n + SIGMA_FLOOR)
     else:
         beta2 = beta1
-        one_minus_beta2 = one_minus_beta1
+        root_one_minus_beta2 = one_minus_beta1
         sigma_scale = tl.load(n + RMS_DENOMINATOR)
         sigma_floor = tl.load(n + ALPHA_SS)
-    return beta1, one_minus_beta1, beta2, one_minus_beta2, sigma_scale, sigma_floor
+    return beta1, one_minus_beta1, beta2, root_one_minus_beta2, sigma_scale, sigma_floor
 
 
 @triton.jit
 def gated_direction(
-    g, m, v, beta1, one_minus_beta1, beta2, one_minus_beta2, sigma_scale, sigma_floor,
+    g, m, v, beta1, one_minus_beta1, beta2, root_one_minus_beta2, sigma_scale, sigma_floor,
     DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """New moments, gate and gated direction of a block."""
@@ -204,7 +204,7 @@ def gated_direction(
     m = rule.momentum(m, grad_share, beta1)
     ahead = rule.momentum(m, grad_share, beta1)
     if DUAL:
-        v = rule.variance(v, m, g, beta2, one_minus_beta2, largest(MOMENT))
+        v = rule.variance(v, m, g, beta2, root_one_minus_beta2, largest(MOMENT))
         u = rule.dual_direction(ahead, v, sigma_scale, sigma_floor, MATH)
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)

@@ -52,10 +52,10 @@ def momentum(exp_avg, grad_share, beta1):
 
 
 @triton.jit
-def variance(exp_avg_sq, exp_avg, grad, beta2, one_minus_beta2, LARGEST: tl.constexpr):
+def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr):
     """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST."""
-    innovation = grad - exp_avg
-    return tl.minimum(exp_avg_sq * beta2 + innovation * innovation * one_minus_beta2, LARGEST)
+    innovation = (grad - exp_avg) * root_one_minus_beta2
+    return tl.minimum(exp_avg_sq * beta2 + innovation * innovation, LARGEST)
 
 
 # ---- direction and gate ----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ NUM_POINTERS = tl.constexpr(4)
 
 # Columns of `numbers`: one 64-byte row per tensor.
 (
-    BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2, SIGMA_SCALE, SIGMA_FLOOR, DECAY, LR, GRAD_SCALE, STEP_SIZE,
+    BETA1, ONE_MINUS_BETA1, BETA2, ROOT_ONE_MINUS_BETA2, SIGMA_SCALE, SIGMA_FLOOR, DECAY, LR, GRAD_SCALE, STEP_SIZE,
     BOUND_RATIO, ALPHA_SS, RMS_DENOMINATOR,
 ) = (tl.constexpr(i) for i in range(13))  # fmt: skip
 NUMBERS_WIDTH = tl.constexpr(16)

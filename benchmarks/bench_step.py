@@ -10,7 +10,7 @@ reported, and its row says so. The learning rate changes before each step, as un
 
     ms        median of CUDA events around optimizer.step(), the steps queued one behind the other
     B/p       ms x copy ceiling / parameters: the bytes per parameter that a copy would have moved in that time
-    host ms   median of perf_counter around the call, the queue being empty before
+    host ms   median of perf_counter around the call, the queue being empty before; queued ms, the device being behind
     kernels   and H2D copies of the third step, from torch.profiler
     scratch   peak of allocated memory in a step beyond what was allocated before it, MiB
     state     memory allocated since before the optimizer was made, per parameter: state and tables
@@ -49,6 +49,7 @@ UNITS = {
     "device_ms": "ms",
     "traffic": "bytes/parameter",
     "host_ms": "ms",
+    "host_queued_ms": "ms",
     "kernels": "kernels/step",
     "copies": "copies/step",
     "scratch_mib": "MiB",
@@ -94,6 +95,7 @@ def measure(contender: Contender, model: str, arguments: argparse.Namespace) -> 
         "scratch_mib": _measure.scratch_bytes(step) / 2**20,
         "device_ms": _measure.device_ms(step, prepare, arguments.repeats, arguments.seconds),
         "host_ms": _measure.host_ms(step, prepare, 20),
+        "host_queued_ms": _measure.host_queued_ms(step, prepare, 20),
     }
 
 
@@ -193,8 +195,8 @@ def print_table(arguments: argparse.Namespace, ceiling: float, reports: dict[str
         shapes = shapes_of(model, arguments.shrink)
         size = num_params(shapes) / 1e6
         print(f"\n{model}: {size:.1f} M parameters in {len(shapes)} tensors; copies {ceiling / 1e12:.2f} TB/s")
-        heads = ("contender", "ms", "B/p", "host ms", "kernels", "H2D", "scratch MiB", "state B/p", "first s")
-        print(("{:24}" + "{:>12}" * 8).format(*heads))
+        heads = ("contender", "ms", "B/p", "host ms", "queued ms", "kernels", "H2D", "scratch MiB", "state B/p", "first s")
+        print(("{:24}" + "{:>12}" * 9).format(*heads))
         for key, report in reports.items():
             if model not in report:
                 print(f"{key:24}{report['failure']}")

@@ -8,9 +8,10 @@ what the launches were built from. If that still holds, a step is a few launches
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, itemgetter, mod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, compress
+from operator import attrgetter, is_, itemgetter, mod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from luminav.assembly import Scaling, Work
 from luminav.distributed import local
 from luminav.engines import give_up_triton
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, TensorStep
-from luminav.hyperparameters import OPTIONS, Options
+from luminav.hyperparameters import OPTIONS
 from luminav.state import KEPT_SCALES, ParamState, Written
 
 
@@ -42,7 +43,7 @@ class TritonFailed(Exception):
 
 
 _values = itemgetter(*(name for name in OPTIONS if name != "lr"))
-_kind_of_grad = attrgetter("layout", "dtype", "shape")
+_kind_of_grad = attrgetter("layout", "dtype")
 
 
 class Replay:
@@ -78,20 +79,18 @@ class Replay:
             groups: The optimizer's groups.
             state: The optimizer's state. Step counts and kept scales become views of the tables that the kernels write.
         """
-        params = [param for group in groups for param in group["params"]]
         served = {id(param) for param in self.params}
-        self._param_ids = [id(param) for param in params]
-        self._idle = [param for param in params if id(param) not in served]
+        self._group_params = [list(group["params"]) for group in groups]
+        self._idle = [param for params in self._group_params for param in params if id(param) not in served]
         self._group_values = [_values(group) for group in groups]
         self._lrs = [group["lr"] for group in groups]
         self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
         aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
         self._grad_kinds = [_kind_of_grad(step.grad) for step in self._steps]
         self._alignment = [ALIGNMENT if aligned[id(step)] else 1 for step in self._steps]
-        self._shapes = [param.shape for param in self.params]
+        self._sizes = list(map(Tensor.numel, self.params))
         self._install_views()
-        self._state_values = _values_of(state.values())  # held, so that no new tensor can have the id of an old one
-        self._state_ids = list(map(id, self._state_values))
+        self._state_values = list(_values_of(state))
         first_views = [self._items[places[0]].state["step"] for places in self._places]
         self._tensors = [tensor for step in self._steps for tensor in _tensors(step)] + first_views
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
@@ -114,18 +113,25 @@ class Replay:
     def holds(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], scaling: Scaling | None) -> bool:
         """Whether a step now would do the same launches. Takes over new gradients and learning rates if so.
 
-        Addresses and shapes are compared too, since ``tensor.data = …`` leaves no other trace; of the step counts,
-        which lie in one table, the first one's address.
+        Addresses and sizes are compared too, since ``tensor.data = …`` leaves no other trace; of the step counts,
+        which lie in one table, the first one's address. Loops are left to C, and no object is looked at that need not
+        be: after a wait for the device thousands of small objects are no longer in the cache.
         """
         return (
             self._same_groups(groups)
             and self._same_grads()
-            and list(map(id, _values_of(state.values()))) == self._state_ids
+            and self._same_state(state)
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and [param.shape for param in self.params] == self._shapes
+            and list(map(Tensor.numel, self.params)) == self._sizes
             and all(map(Tensor.is_contiguous, self.params))
             and self._masters_unedited()
             and (scaling is None or _kind_of(scaling) == self._compiled)
+        )
+
+    def _same_state(self, state: Mapping[Tensor, ParamState]) -> bool:
+        """Whether the state holds the very same objects."""
+        return sum(map(len, state.values())) == len(self._state_values) and all(
+            map(is_, _values_of(state), self._state_values)
         )
 
     def _masters_unedited(self) -> bool:
@@ -133,10 +139,11 @@ class Replay:
         return all(self._written[number][0]._version == self._versions[number] for number in self._masters)
 
     def _same_groups(self, groups: list[dict[str, Any]]) -> bool:
-        if [id(param) for group in groups for param in group["params"]] != self._param_ids:
-            return False
         if [_values(group) for group in groups] != self._group_values:
             return False
+        for group, params in zip(groups, self._group_params, strict=True):
+            if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
+                return False
         return all(self._same_lr(number, group) for number, group in enumerate(groups))
 
     def _same_lr(self, number: int, group: dict[str, Any]) -> bool:
@@ -149,32 +156,34 @@ class Replay:
         if same:
             return True
         try:
-            options = Options.from_group(group)
+            checked = OPTIONS["lr"].check("lr", lr)
         except (TypeError, ValueError):
             return False  # the step that follows refuses it
         self._lrs[number] = lr
         for batch in self._batches[number]:
-            batch.options = options
+            batch.options = replace(batch.options, lr=checked)
         return True
 
     def _same_grads(self) -> bool:
+        """Whether gradients of the same kind are there; a parameter without one is inactive for this step."""
         if any(param.grad is not None for param in self._idle):
             return False
-        grads = [param.grad for param in self.params]
-        present = [grad for grad in grads if grad is not None]
-        kinds, alignment = self._grad_kinds, self._alignment
-        if len(present) != len(grads):  # those without one are inactive for this step
-            kinds = [kind for kind, grad in zip(kinds, grads, strict=True) if grad is not None]
-            alignment = [size for size, grad in zip(alignment, grads, strict=True) if grad is not None]
-        if list(map(_kind_of_grad, present)) != kinds or not all(map(Tensor.is_contiguous, present)):
+        present = [grad for param in self.params if (grad := param.grad) is not None]
+        has_grad = None
+        kinds, sizes, alignment = self._grad_kinds, self._sizes, self._alignment
+        if len(present) != len(self.params):
+            has_grad = [param.grad is not None for param in self.params]
+            kinds, sizes = list(compress(kinds, has_grad)), list(compress(sizes, has_grad))
+            alignment = list(compress(alignment, has_grad))
+        if list(map(_kind_of_grad, present)) != kinds or list(map(Tensor.numel, present)) != sizes:
+            return False
+        if not all(map(Tensor.is_contiguous, present)):
             return False
         addresses = [address or NOT_NULL for address in map(Tensor.data_ptr, present)]
         if any(map(mod, addresses, alignment)):
             return False
         found = iter(addresses)
-        self._grad_addresses = (
-            addresses if len(present) == len(grads) else [0 if grad is None else next(found) for grad in grads]
-        )
+        self._grad_addresses = addresses if has_grad is None else [next(found) if has else 0 for has in has_grad]
         return True
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -273,5 +282,5 @@ def _tensors(step: TensorStep) -> list[Tensor]:
     return [tensor for tensor in kept if tensor is not None]
 
 
-def _values_of(states: Iterable[ParamState]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states)))
+def _values_of(state: Mapping[Tensor, ParamState]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, state.values()))

@@ -55,7 +55,7 @@ class Recorder(launch.Launch):
 
     calls: list[Call]
 
-    def _launch(self, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
+    def _launch(self, key: tuple[Any, ...] | None, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
         self.calls.append((kernel, args, {"enable_fp_fusion": True, **options}))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,8 @@ class Shape:
 
 
 INTERPRETED = kernels.INTERPRETED.value
+RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+"""Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
 MEASURE = Shape(1024, 8, 4, 96)
 UPDATE = Shape(1024, 8, 4, 96)
 SPAN = UPDATE.block * UPDATE.iterations  # elements of a program; the same in MEASURE, since they share tables
@@ -100,6 +104,7 @@ class Launch:
         self.device = self.steps_of[0].param.device
         self.scaled = False
         self._compiling = False
+        self._ready: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._guard = current_device(self.device)
         self.math = math
         self._fill_static_tables(members)
@@ -187,8 +192,9 @@ class Launch:
 
         Replays write the table behind our back, so from the first capture on every eager step uploads.
         """
-        words = [word for row in rows for word in struct.unpack(f"{len(row) // 8}q", row)]
-        host = torch.tensor(words + addresses, dtype=torch.int64)
+        words = array("q", b"".join(rows))
+        words.extend(addresses)
+        host = torch.frombuffer(words, dtype=torch.int64)
         if capturing:
             host = self._spare_host.copy_(host)
             self._graph_hosts.append(host)
@@ -214,6 +220,7 @@ class Launch:
         num = len(self.steps_of)
         self.scaled = grad_scale is not None or any(batch.options.maximize for batch in self.batches)
         self._launch(
+            None if grad_scale is not None or found_inf is not None else ("numbers", kept),
             kernels.numbers_kernel, triton.cdiv(num, 32),
             self.numbers, self.keys, self.grads, self.steps, self.tensor_group, self.tensor_index, self.fp16_flags,
             self.groups, self.kept_scales,
@@ -224,15 +231,11 @@ class Launch:
     def measure_lookahead(self) -> None:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
         self._launch(
-            kernels.lookahead_kernel,
-            self.num_programs_in_all,
-            *self._common(),
-            self.lookahead_partials,
-            **self._types(),
-            **self._shape(MEASURE),
-        )
+            ("lookahead", self.scaled), kernels.lookahead_kernel, self.num_programs_in_all,
+            *self._common(), self.lookahead_partials, **self._types(), **self._shape(MEASURE),
+        )  # fmt: skip
         self._launch(
-            kernels.rms_kernel, len(self.steps_of),
+            ("rms",), kernels.rms_kernel, len(self.steps_of),
             self.numels, self.first_programs, self.num_programs, self.lookahead_partials, self.lookahead_sums,
             self.numbers, self.keys, self.tensor_group, self.fp16_flags, self.groups, BLOCK=ROWS, num_warps=4,
         )  # fmt: skip
@@ -241,7 +244,7 @@ class Launch:
         """Each program's sums, without changing anything."""
         kind = self.kind
         self._launch(
-            kernels.measure_kernel, self.num_programs_in_all,
+            ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
             *self._common(), self.partials, WEIGHT=tl.float32 if kind.master else TRITON_TYPES[kind.param],
             WEIGHT_ROW=columns.MASTER if kind.master else columns.PARAM, DUAL=kind.dual, CAUTIOUS=kind.cautious,
             MATH=self.math, **self._types(), **self._shape(MEASURE),
@@ -250,7 +253,7 @@ class Launch:
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
         """Sums from partials (`reduce`); scales from sums, for this step (`exact`) or the next (`blend`)."""
         self._launch(
-            kernels.scales_kernel, len(self.steps_of),
+            ("scales", reduce, exact, blend), kernels.scales_kernel, len(self.steps_of),
             self.partials, self.first_programs, self.num_programs, self.numels, self.sums, self.nonfinite_counts,
             self.whole_nonfinite, self.numbers, self.keys, self.tensor_group, self.groups, self.kept_scales,
             REDUCE=reduce, EXACT=exact, BLEND=blend, BLOCK=ROWS, num_warps=8,
@@ -260,7 +263,7 @@ class Launch:
         """New weights, moments and step counts."""
         kind = self.kind
         self._launch(
-            kernels.update_kernel, self.num_programs_in_all,
+            ("update", gather, self.scaled), kernels.update_kernel, self.num_programs_in_all,
             *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
             HAS_MASTER=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
             STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset, **self._types(),
@@ -292,13 +295,31 @@ class Launch:
         self.update(gather=not exact)
         self._compiling = False
 
-    def _launch(self, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
-        options["enable_fp_fusion"] = True  # Triton's default up to 3.9, not from 3.10 on
+    def _launch(self, key: tuple[Any, ...] | None, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
+        """Launch a kernel, or compile it only.
+
+        Args:
+            key: Names the kernel and all that follows, which are then the same in every step, so that its compiled form
+                can be launched again without Triton's look at every argument. None if they are not.
+            kernel: The kernel.
+            num_programs: Size of the grid.
+            *args: Its arguments.
+            **options: Its compile-time arguments and options.
+        """
         with self._guard:
-            if self._compiling:
-                kernel.warmup(*args, grid=(num_programs,), **options)
-            else:
+            if key is not None and key in self._ready and not self._compiling:
+                self._ready[key]()
+                return
+            options["enable_fp_fusion"] = True  # Triton's default up to 3.9, not from 3.10 on
+            if not self._compiling:
                 kernel[(num_programs,)](*args, **options)
+                return
+            compiled = kernel.warmup(*args, grid=(num_programs,), **options)
+            if key is not None and RELAUNCHES:
+                values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
+                if self.device.type == "cuda":
+                    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+                self._ready[key] = functools.partial(compiled[(num_programs, 1, 1)], *values)
 
     def _common(self) -> tuple[Tensor, ...]:
         return (

@@ -195,7 +195,18 @@ def print_table(arguments: argparse.Namespace, ceiling: float, reports: dict[str
         shapes = shapes_of(model, arguments.shrink)
         size = num_params(shapes) / 1e6
         print(f"\n{model}: {size:.1f} M parameters in {len(shapes)} tensors; copies {ceiling / 1e12:.2f} TB/s")
-        heads = ("contender", "ms", "B/p", "host ms", "queued ms", "kernels", "H2D", "scratch MiB", "state B/p", "first s")
+        heads = (
+            "contender",
+            "ms",
+            "B/p",
+            "host ms",
+            "queued ms",
+            "kernels",
+            "H2D",
+            "scratch MiB",
+            "state B/p",
+            "first s",
+        )
         print(("{:24}" + "{:>12}" * 9).format(*heads))
         for key, report in reports.items():
             if model not in report:

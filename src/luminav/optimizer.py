@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.assembly import check_layout, check_param, without_autocast
+from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import (
@@ -246,7 +247,8 @@ class LuminaV(Optimizer):
             for param in group["params"]:
                 sealed = loaded["state"].get(param)
                 if isinstance(sealed, Sealed):
-                    entry = loaded_state(sealed.entry, param, options, f"state[{index}]")
+                    on_device = options.capturable or counts_on_device(options.execution, param.device)
+                    entry = loaded_state(sealed.entry, param, options, f"state[{index}]", step_on_device=on_device)
                     if entry is not None:
                         state[param] = entry
                 index += 1

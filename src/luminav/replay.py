@@ -10,8 +10,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, compress
-from operator import attrgetter, is_, itemgetter, mod
+from operator import attrgetter, is_, is_not, itemgetter, mod
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class TritonFailed(Exception):
 
 
 _values = itemgetter(*(name for name in OPTIONS if name != "lr"))
-_kind_of_grad = attrgetter("layout", "dtype")
+_layout, _dtype = attrgetter("layout"), attrgetter("dtype")
 
 
 class Replay:
@@ -86,7 +87,7 @@ class Replay:
         self._lrs = [group["lr"] for group in groups]
         self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
         aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
-        self._grad_kinds = [_kind_of_grad(step.grad) for step in self._steps]
+        self._dtypes = [step.grad.dtype for step in self._steps]
         self._alignment = [ALIGNMENT if aligned[id(step)] else 1 for step in self._steps]
         self._sizes = list(map(Tensor.numel, self.params))
         self._install_views()
@@ -170,14 +171,14 @@ class Replay:
             return False
         present = [grad for param in self.params if (grad := param.grad) is not None]
         has_grad = None
-        kinds, sizes, alignment = self._grad_kinds, self._sizes, self._alignment
+        dtypes, sizes, alignment = self._dtypes, self._sizes, self._alignment
         if len(present) != len(self.params):
             has_grad = [param.grad is not None for param in self.params]
-            kinds, sizes = list(compress(kinds, has_grad)), list(compress(sizes, has_grad))
+            dtypes, sizes = list(compress(dtypes, has_grad)), list(compress(sizes, has_grad))
             alignment = list(compress(alignment, has_grad))
-        if list(map(_kind_of_grad, present)) != kinds or list(map(Tensor.numel, present)) != sizes:
+        if any(map(partial(is_not, torch.strided), map(_layout, present))) or list(map(_dtype, present)) != dtypes:
             return False
-        if not all(map(Tensor.is_contiguous, present)):
+        if list(map(Tensor.numel, present)) != sizes or not all(map(Tensor.is_contiguous, present)):
             return False
         addresses = [address or NOT_NULL for address in map(Tensor.data_ptr, present)]
         if any(map(mod, addresses, alignment)):

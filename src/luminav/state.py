@@ -305,7 +305,7 @@ def _differ(a: Any, b: Any) -> bool:
     return bool(a != b)
 
 
-def loaded_state(entry: Any, param: Tensor, options: Options, where: str) -> ParamState | None:
+def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, step_on_device: bool) -> ParamState | None:
     """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
 
     Args:
@@ -313,6 +313,7 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str) -> Par
         param: The parameter it belongs to.
         options: The options of its group, after loading.
         where: How messages name the entry.
+        step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
 
     Returns:
         The state, or None if the parameter had taken no step.
@@ -326,7 +327,7 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str) -> Par
     step = _step_count(entry.get("step"), where)
     if step == 0:
         return None
-    state: ParamState = {"step": torch.tensor(step, device=param.device if options.capturable else "cpu")}
+    state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
     for kind in STATE:
         value = entry.get(kind.key)
         if kind.key == "step" or not kind.wanted(param, options):

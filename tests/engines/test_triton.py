@@ -486,7 +486,7 @@ def test_the_verbs_with_gradients_of_any_dtype_on_a_shard(dtype: torch.dtype, gr
                 continue
             if dtype in SIXTEEN_BIT:
                 apart = triton_runs.ulps_apart(got.cpu(), wanted)
-                assert (apart > 0).sum() <= 0.02 * len(apart) and (not len(apart) or apart.max() <= 1), key
+                assert (apart > 0).sum() <= max(1, 0.02 * len(apart)) and (not len(apart) or apart.max() <= 1), key
             else:
                 assert triton_runs.error(got.cpu(), wanted) <= 1e-6, key
 

@@ -121,6 +121,8 @@ class Race:
     def compare(self, slack: float = 0.0) -> None:
         """Hold weights and state against the reference's, then set them to it. Errors below `slack` do not count.
 
+        Nor does the last bit of FP32 of the tensor's largest element: where terms of that size cancel, a multiplication
+        and addition in one instruction leaves another remainder than two instructions.
         On NVIDIA GPUs tanh is good to 2⁻¹¹ where weights are BF16 without a master: that part of a step may be off,
         which can be more than one ulp of a weight near zero, and flips more roundings the larger the step is.
         """
@@ -133,7 +135,8 @@ class Race:
             assert got.dtype == expected.dtype and got.shape == expected.shape, name
             if expected.dtype in SIXTEEN_BIT:
                 apart, off = ulps_apart(got, expected), (got.double() - expected.double()).abs()
-                apart[off <= slack] = 0
+                last_bit = 2.0**-23 * float(expected.abs().max()) if expected.numel() else 0.0
+                apart[off <= max(slack, last_bit)] = 0
                 differing, total = differing + int((apart != 0).sum()), total + apart.numel()
                 apart[off <= (lr * 2.0**-10 if coarse else 0.0)] = 0
                 assert not apart.numel() or apart.max() <= 1, f"{name}: {int(apart.max())} ulp"

@@ -23,6 +23,7 @@ __all__ = [
     "able_engine",
     "choose_engine",
     "compile_errors",
+    "counts_on_device",
     "give_up_triton",
     "why_not_triton",
 ]
@@ -64,6 +65,11 @@ def choose_engine(execution: str, device: torch.device) -> Engine:
             "%s: the %s engine%s", device.type, "foreach" if reason else "triton", f", since {reason}" if reason else ""
         )
     return _foreach if reason is not None else _triton()
+
+
+def counts_on_device(execution: str, device: torch.device) -> bool:
+    """Whether the engine that serves `device` keeps step counts there."""
+    return device.type != "meta" and choose_engine(execution, device).numbers_on_device
 
 
 def able_engine(engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool) -> Engine:

@@ -58,6 +58,8 @@ CONTENDERS: dict[str, Contender] = {
         _torch("fused", fused=True),
         _luminav("semi-onepass", master_weights="semi", fused_single_pass=True),
         _luminav("full-onepass", master_weights="full", fused_single_pass=True),
+        _luminav("semi-onepass-unsplit", master_weights="semi", fused_single_pass=True, split_master_weights=False),
+        _luminav("full-onepass-unsplit", master_weights="full", fused_single_pass=True, split_master_weights=False),
         _luminav("buffer1-exact", buffer=1),
         _luminav("semi-exact", master_weights="semi"),
         _luminav("full-exact", master_weights="full"),

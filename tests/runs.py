@@ -68,8 +68,8 @@ def wanted_state(dtype: torch.dtype, options: dict[str, Any]) -> dict[str, torch
     keys = {"step": torch.int64, "exp_avg": support.moment_dtype(dtype, options)}
     if options.get("buffer", 2) == 2:
         keys["exp_avg_sq"] = support.moment_dtype(dtype, options)
-    if support.has_master(dtype, options):
-        keys["master_param"] = torch.float32
+    if (key := support.master_key(dtype, options)) is not None:
+        keys[key] = {"master_param": torch.float32, "master_remainder": torch.int16}[key]
     if options.get("fused_single_pass"):
         keys |= {"cautious_scale": torch.float32, "bound_scale": torch.float32}
     return keys

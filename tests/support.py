@@ -41,6 +41,17 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """The defaults of the rule's specification, written out: a default that changes by accident fails a test."""
 
+PROCESS_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "fsdp_sync": False,
+        "execution": "auto",
+        "capturable": False,
+        "process_group": None,
+        "split_master_weights": True,
+    }
+)
+"""Defaults of the options that belong to the running process (sections 1 and 10)."""
+
 
 def _modes() -> dict[str, dict[str, Any]]:
     """Buffer × one-pass × cautious × bound, where allowed: the eighteen modes of the rule."""
@@ -106,6 +117,37 @@ def dtype_name(dtype: torch.dtype) -> str:
 def has_master(dtype: torch.dtype, options: Mapping[str, Any]) -> bool:
     """Whether an FP32 master weight is kept (section 7)."""
     return dtype in SIXTEEN_BIT and options.get("master_weights", "none") != "none"
+
+
+def master_key(dtype: torch.dtype, options: Mapping[str, Any]) -> str | None:
+    """The state key that holds the master, or what the weight lacks of it; None without a master (section 10)."""
+    if not has_master(dtype, options):
+        return None
+    split = dtype == torch.bfloat16 and options.get("split_master_weights", PROCESS_DEFAULTS["split_master_weights"])
+    return "master_remainder" if split else "master_param"
+
+
+def master_of(param: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    """The weight in full, as a copy: the FP32 master of either form (section 7), or the weight itself without one.
+
+    Joined on the bit patterns, as the specification defines the split form, with nothing of luminav. A weight that is
+    not finite has no remainder, and a zero none below zero: its pattern less something would be a NaN.
+    """
+    if "master_remainder" not in state:
+        return state.get("master_param", param).detach().clone()
+    weight, remainder = param.detach(), state["master_remainder"]
+    assert weight.dtype == torch.bfloat16 and remainder.dtype == torch.int16 and "master_param" not in state
+    upper = torch.empty_like(weight).copy_(weight).view(torch.int16).to(torch.int32) << 16
+    lower = torch.where(torch.isfinite(weight), remainder.to(torch.int32), 0)
+    lower = torch.where(weight == 0, lower.clamp_min(0), lower)
+    return (upper + lower).view(torch.float32)
+
+
+def split_by_hand(master: Tensor) -> tuple[Tensor, Tensor]:
+    """BF16 weight and int16 remainder of finite FP32 masters within the cap: half away from zero (section 7)."""
+    patterns = master.detach().contiguous().view(torch.int32).long()
+    upper = (patterns + 0x8000) >> 16  # arithmetic shift; half away from zero, since the sign is apart
+    return upper.to(torch.int16).view(torch.bfloat16), (patterns - (upper << 16)).to(torch.int16)
 
 
 def moment_dtype(dtype: torch.dtype, options: Mapping[str, Any]) -> torch.dtype:

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import support
 import torch
-from support import normal, parameter
+from support import PROCESS_DEFAULTS, normal, parameter
 
 from luminav import LuminaV
 from luminav.hyperparameters import MASTER_WEIGHTS_ALIASES, OPTIONS, Options, refuse_misspelt_options
-
-PROCESS_DEFAULTS = {"fsdp_sync": False, "execution": "auto", "capturable": False, "process_group": None}
-"""Defaults of the options that belong to the running process, from section 1 of the specification."""
 
 
 def one(**options: Any) -> LuminaV:

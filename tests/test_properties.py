@@ -32,6 +32,8 @@ from support import (
     grid_below,
     grid_nearest,
     has_master,
+    master_key,
+    master_of,
     moment_dtype,
     normal,
     optimizer_for,
@@ -256,6 +258,7 @@ def options() -> st.SearchStrategy[dict[str, Any]]:
         "bound_type": st.sampled_from(["radial", "coordinate"]),
         "bound_ratio": st.sampled_from([1e-4, 1e-2, 1.0]),
         "master_weights": st.sampled_from(MASTER_MODES),
+        "split_master_weights": st.booleans(),
         "ema_decay": st.sampled_from([0.0, 0.5, 0.99]),
         "seed": st.integers(0, 2**63 - 1),
         "maximize": st.booleans(),
@@ -323,14 +326,17 @@ def check_step(before: dict[str, Tensor], after: dict[str, Tensor], grad: Tensor
     step = int(before.get("step", torch.zeros(()))) + 1
     stochastic = options.get("stochastic_rounding", True)
     master = has_master(dtype, options)
-    old = before.get("master_param", before["weight"].float() if master else before["weight"])
+    old = master_of(before["weight"], before)
+    old = old.float() if master else old
     one_pass = options.get("fused_single_pass", False)
     kept = (before["cautious_scale"].item(), before["bound_scale"].item()) if "bound_scale" in before else None
     bounds = bounds_of(
         old, before.get("exp_avg", zeros), before.get("exp_avg_sq", zeros), grad, step, dtype, kept, options
     )
     keys = {"weight", "step", "exp_avg"} | ({"exp_avg_sq"} if options.get("buffer", 2) == 2 else set())
-    keys |= ({"master_param"} if master else set()) | ({"cautious_scale", "bound_scale"} if one_pass else set())
+    keys |= ({master_key(dtype, options)} if master else set()) | (
+        {"cautious_scale", "bound_scale"} if one_pass else set()
+    )
     assert set(after) == keys
     assert int(after["step"]) == step
 
@@ -344,7 +350,7 @@ def check_step(before: dict[str, Tensor], after: dict[str, Tensor], grad: Tensor
         assert bounds.cautious_scale[0] <= after["cautious_scale"].item() <= bounds.cautious_scale[1]
         assert bounds.bound_scale[0] <= after["bound_scale"].item() <= bounds.bound_scale[1]
 
-    stored = after["master_param"] if master else after["weight"]
+    stored = master_of(after["weight"], after)
     if float(options.get("lr", 1.0)) == 0.0:
         assert torch.equal(bits(after["weight"]), bits(before["weight"]))
         return

@@ -283,7 +283,7 @@ def test_16_bit_state_is_converted_when_a_group_changes_its_mode(switch: str, dt
     stored = support.moment_dtype(dtype, options)
     weight = param.detach().clone()
     if support.has_master(dtype, options):
-        weight = old.get("master_param", weight.float())
+        weight = support.master_of(weight, old).float()
     optimizer.param_groups[0].update(after)
     take_steps(optimizer, [param], range(3, 4))
     state = optimizer.state[param]
@@ -298,7 +298,7 @@ def test_16_bit_state_is_converted_when_a_group_changes_its_mode(switch: str, dt
         lr=1e-2,
         **options,
     )
-    result = state.get("master_param", param.detach())
+    result = support.master_of(param, state)
     tolerance = support.spacing(expected.weight, result.dtype) * (0.51 if result.dtype == dtype else 4)
     assert ((result.double() - expected.weight).abs() <= tolerance).all()
 

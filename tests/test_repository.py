@@ -138,6 +138,7 @@ LEVELS = {
     "replay": 3,
     "distributed": 3,
     "planner": 3,
+    "model_shapes": 3,
     "diagnostics": 3,
     "param_groups": 3,
     "stepper": 3,

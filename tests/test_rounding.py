@@ -23,6 +23,7 @@ from support import (
     grid_above,
     grid_below,
     grid_nearest,
+    master_of,
     normal,
     optimizer_for,
     parameter,
@@ -194,8 +195,13 @@ def test_all_three_stores_of_a_step_round_stochastically(dtype: torch.dtype, mas
     param.grad = torch.full_like(param, 0.3)
     optimizer.step()
     state = optimizer.state[param]
-    weight = state.get("master_param", param.detach()).fill_(0.73828125)  # on either format's grid
-    param.detach().fill_(0.73828125)
+    param.detach().fill_(0.73828125)  # on either format's grid
+    if "master_remainder" in state:
+        state["master_remainder"].zero_()
+    elif "master_param" in state:
+        state["master_param"].fill_(0.73828125)
+    weight = master_of(param, state)
+    assert (weight == 0.73828125).all()
     state["exp_avg"].fill_(0.111328125)
     state["exp_avg_sq"].fill_(0.0457763671875)
     exact = exact_step(

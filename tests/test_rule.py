@@ -28,6 +28,7 @@ from support import (
     grid_nearest,
     has_master,
     largest_error,
+    master_of,
     normal,
     optimizer_for,
     parameter,
@@ -61,10 +62,6 @@ def sums_of(
 ) -> rule.Sums:
     """Sums of one tensor, as an engine would hand them over."""
     return rule.Sums.of(torch.tensor([[kept, direction_sq, param_sq, numel, nonfinite]], dtype=torch.float64))
-
-
-def master_or_param(param: Tensor, state: dict[str, Any]) -> Tensor:
-    return state.get("master_param", param)
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
@@ -106,7 +103,7 @@ def test_every_option_follows_the_closed_form(name: str, dtype: torch.dtype) -> 
         for grad in grads:
             reference.step(grad)
         param, state = train(weights, grads, **options)
-        master = master_or_param(param, state)
+        master = master_of(param, state)
         assert largest_error(master, reference.weight) < limit, numel
         assert largest_error(state["exp_avg"], reference.exp_avg) < limit
         if options.get("buffer", 2) == 2:
@@ -390,7 +387,7 @@ def test_the_governor_limits_fp16_moves(engine: str, master: str) -> None:
             execution=engine,
             **options,
         )
-        moved = (master_or_param(param, state).double() - weights.double()).abs()
+        moved = (master_of(param, state).double() - weights.double()).abs()
         limit = (0.01 * weights.double().abs()).clamp_min(1.5e-4)
         slack = 1e-6 if master != "none" else spacing(param, torch.float16)
         assert (moved <= limit * (1 + 1e-5) + slack).all()
@@ -445,9 +442,9 @@ def test_zero_learning_rate_leaves_every_bit(
         assert_same_bits(param.detach(), weights, str(mode))
         assert optimizer.state[param]["exp_avg"].any()
         if has_master(dtype, {"master_weights": master}):
-            master_param = optimizer.state[param]["master_param"]
-            assert_same_bits(torch.nan_to_num(master_param), torch.nan_to_num(weights.float()))
-            assert torch.equal(torch.isnan(master_param), torch.isnan(weights))
+            master_weight = master_of(param, optimizer.state[param])
+            assert_same_bits(torch.nan_to_num(master_weight), torch.nan_to_num(weights.float()))
+            assert torch.equal(torch.isnan(master_weight), torch.isnan(weights))
 
 
 @by_engine
@@ -532,7 +529,7 @@ def test_weights_at_the_edge_of_the_range_stay_finite(engine: str, dtype: torch.
         assert_same_bits(param, weights)
         if has_master(dtype, {"master_weights": master}):
             cap = MASTER_CAP_BF16 if dtype == torch.bfloat16 else LARGEST[torch.float32]
-            assert (state["master_param"].abs().double() <= cap).all()
+            assert (master_of(param, state).abs().double() <= cap).all()
     param, _ = train(weights, [outwards], lr=1e-3, weight_decay=100.0, master_weights=master, execution=engine)
     assert (param.abs().double() < largest).all() and torch.isfinite(param).all()
 
@@ -576,7 +573,7 @@ def test_weights_that_are_not_finite_stay_as_they_are(engine: str, dtype: torch.
         tolerance = {torch.bfloat16: 0.02, torch.float16: 2e-3}.get(dtype, LARGEST_ERROR)
         if master == "full" and dtype in SIXTEEN_BIT:
             tolerance = LARGEST_ERROR
-        assert largest_error(master_or_param(param.detach(), state)[9:], reference.weight[9:]) < tolerance
+        assert largest_error(master_of(param.detach(), state)[9:], reference.weight[9:]) < tolerance
         for value in state.values():
             assert torch.isfinite(value).all() or (value.dtype == torch.float32 and value.shape == weights.shape)
 
@@ -648,7 +645,7 @@ def test_the_variance_saturates_at_its_formats_largest_value(engine: str) -> Non
         if master == "none":
             assert (state["exp_avg_sq"].double() == LARGEST[stored]).all()
         tolerance = {torch.bfloat16: 0.02, torch.float16: 2e-3}.get(dtype, LARGEST_ERROR)
-        assert largest_error(master_or_param(param, state), reference.weight) < tolerance
+        assert largest_error(master_of(param, state), reference.weight) < tolerance
         more, later = train(torch.ones(8), [*grads, *[torch.zeros(8)] * 400], dtype=dtype, **options)
         assert (later["exp_avg_sq"] < state["exp_avg_sq"]).all() and torch.isfinite(more).all()
 

@@ -24,24 +24,33 @@ from luminav.state import STATE
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)
 def test_the_state_is_the_table_and_nothing_else(dtype: torch.dtype, engine: str) -> None:
     """In the optimizer, in its file, and after loading; shaped and laid out like the parameter."""
-    for name, options in all_modes().items():
+    modes = all_modes()
+    if dtype == torch.bfloat16:
+        whole = {name: {**mode, "split_master_weights": False} for name, mode in modes.items() if "-none" not in name}
+        modes |= {f"{name}-whole": mode for name, mode in whole.items()}
+    for name, options in modes.items():
         params = [parameter(normal((6, 4), 1), dtype, "transposed"), parameter(normal((), 2), dtype)]
         optimizer = LuminaV(params, execution=engine, **options)
         take_steps(optimizer, params, range(2))
         file = through_a_file(optimizer.state_dict())
-        loaded = LuminaV(params)
+        loaded = LuminaV(params, split_master_weights=options.get("split_master_weights", True))
         loaded.load_state_dict(file)
         expected = wanted_state(dtype, options)
         for number, param in enumerate(params):
             for state in (optimizer.state[param], file["state"][number], loaded.state[param]):
                 assert {key: value.dtype for key, value in state.items()} == expected, name
-                for key in state.keys() & {"exp_avg", "exp_avg_sq", "master_param"}:
+                for key in state.keys() & {"exp_avg", "exp_avg_sq", "master_param", "master_remainder"}:
                     assert state[key].shape == param.shape and state[key].stride() == param.stride(), (name, key)
                 for key in state.keys() & {"step", "cautious_scale", "bound_scale"}:
                     assert state[key].ndim == 0, (name, key)
             assert_same_state(state_of(loaded, params), state_of(optimizer, params))
-    everything = wanted_state(torch.bfloat16, {"master_weights": "full", "fused_single_pass": True})
-    assert [kind.key for kind in STATE] == list(everything)
+    forms = [
+        wanted_state(kept, {"master_weights": "full", "fused_single_pass": True})
+        for kept in (torch.float16, torch.bfloat16)
+    ]
+    assert {kind.key for kind in STATE} == forms[0].keys() | forms[1].keys() and len(STATE) == 7
+    for form in forms:
+        assert [kind.key for kind in STATE if kind.key in form] == list(form)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided_slice", "offset_slice"])
@@ -55,8 +64,12 @@ def test_the_state_is_the_table_and_nothing_else(dtype: torch.dtype, engine: str
         (torch.bfloat16, {}, 4),
         (torch.bfloat16, {"buffer": 1}, 2),
         (torch.bfloat16, {"fused_single_pass": True}, 4),
-        (torch.bfloat16, {"master_weights": "semi"}, 8),
-        (torch.bfloat16, {"master_weights": "full"}, 12),
+        (torch.bfloat16, {"master_weights": "semi"}, 6),
+        (torch.bfloat16, {"master_weights": "full"}, 10),
+        (torch.bfloat16, {"master_weights": "semi", "buffer": 1}, 4),
+        (torch.bfloat16, {"master_weights": "full", "buffer": 1}, 6),
+        (torch.bfloat16, {"master_weights": "semi", "split_master_weights": False}, 8),
+        (torch.bfloat16, {"master_weights": "full", "split_master_weights": False}, 12),
         (torch.float16, {"master_weights": "full", "buffer": 1}, 8),
     ],
     ids=str,
@@ -72,7 +85,7 @@ def test_the_file_holds_the_moments_and_the_master_only(
     assert bytes_per_param * numel <= size < bytes_per_param * numel * 1.02 + 8000
     pointers = [value.untyped_storage().data_ptr() for value in optimizer.state[param].values()]
     assert len(set(pointers)) == len(pointers) and param.untyped_storage().data_ptr() not in pointers
-    loaded = LuminaV([param])
+    loaded = LuminaV([param], split_master_weights=options.get("split_master_weights", True))
     loaded.load_state_dict(optimizer.state_dict())
     assert file_size(loaded.state_dict()) == size
 
@@ -250,6 +263,9 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "scalar for a tensor": (spoilt_entry("exp_avg_sq", torch.zeros(())), "'exp_avg_sq' has shape"),
     "tensor for a scale": (spoilt_entry("bound_scale", torch.ones(2)), "'bound_scale' has shape"),
     "master shape": (spoilt_entry("master_param", torch.zeros(5, 1)), "'master_param' has shape"),
+    "remainder shape": (spoilt_entry("master_remainder", torch.zeros(5, 1).short()), "'master_remainder' has shape"),
+    "float remainder": (spoilt_entry("master_remainder", torch.zeros(5)), "'master_remainder' must be an integer tens"),
+    "list of remainders": (spoilt_entry("master_remainder", [0] * 5), "'master_remainder' must be .* got list"),
     "no exp_avg": (without("state", 1, "exp_avg"), r"state\[1\] has no 'exp_avg'"),
     "no exp_avg_sq": (without("state", 1, "exp_avg_sq"), "no 'exp_avg_sq', which buffer=2 needs"),
     "negative step": (spoilt_entry("step", -1), "'step' must be a whole number >= 0, got -1"),

@@ -1,8 +1,10 @@
 """LuminaV: a PyTorch optimizer for networks whose weights live in BF16 or FP16 with no FP32 copy."""
 
+from luminav.gradient_release import ReleaseHandle, enable_gradient_release
 from luminav.optimizer import LuminaV
 from luminav.param_groups import param_groups
+from luminav.planner import plan
 
-__all__ = ["LuminaV", "__version__", "param_groups"]
+__all__ = ["LuminaV", "ReleaseHandle", "__version__", "enable_gradient_release", "param_groups", "plan"]
 
 __version__ = "2.0.0.dev0"

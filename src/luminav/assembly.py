@@ -24,8 +24,8 @@ class Pending:
 
     param: Tensor
     """As its group has it, perhaps a DTensor."""
-    grad: Tensor
-    """The local gradient; zero where it is missing."""
+    grad: Tensor | None
+    """The local gradient, zero where it is missing; None when kept launches have taken its address."""
     options: Options
     group: int
     index: int
@@ -165,13 +165,17 @@ def empty_batch(item: Pending, step: int | Tensor | None, scaling: Scaling) -> B
 def tensor_step(item: Pending, step: int | Tensor | None) -> TensorStep:
     """A parameter's share of a step, from its state: local tensors, and where they are in the whole."""
     state, layout = item.state, item.part.layout
-    exp_avg_sq, master_param = state.get("exp_avg_sq"), state.get("master_param")
+
+    def kept(key: str) -> Tensor | None:
+        return local(state[key]) if key in state else None
+
     return TensorStep(
         param=local(item.param),
         grad=item.grad,
         exp_avg=local(state["exp_avg"]),
-        exp_avg_sq=None if exp_avg_sq is None else local(exp_avg_sq),
-        master_param=None if master_param is None else local(master_param),
+        exp_avg_sq=kept("exp_avg_sq"),
+        master_param=kept("master_param"),
+        master_remainder=kept("master_remainder"),
         noise_key=None if step is None else noise_key(item.options.seed, step, item.index),
         first_index=layout.first_index,
         jumps=layout.jumps,

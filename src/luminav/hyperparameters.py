@@ -190,6 +190,12 @@ class Options:
     process_group: Any = _option(
         None, _process_group, "Process group of the plain shards; None is the default group.", process=True
     )
+    split_master_weights: bool = _option(
+        True,
+        _flag,
+        "Keep the FP32 master of a BF16 weight as the weight and a 16-bit remainder: the same bits in half the memory.",
+        process=True,
+    )
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Options:

@@ -18,13 +18,14 @@ from luminav.state import (
     Sealed,
     adopt_edits,
     former_weight,
+    joined,
     loaded_group,
     loaded_state,
+    make_saveable,
     report_dropped,
     seal,
-    without_process_group,
 )
-from luminav.stepper import Stepper
+from luminav.stepper import Share, Stepper
 
 
 class LuminaV(Optimizer):
@@ -73,6 +74,8 @@ class LuminaV(Optimizer):
         maximize: Maximise instead of minimise.
         capturable: Keep the step count and per-step numbers on the device.
         process_group: Process group of the plain shards.
+        split_master_weights: Keep the FP32 master of a BF16 weight as the weight itself and a 16-bit remainder, to the
+            same bits in half the memory. False keeps a whole ``master_param``.
 
     Raises:
         ValueError: An option is out of range, or ``buffer=1`` is combined with ``fused_single_pass=True``.
@@ -80,8 +83,8 @@ class LuminaV(Optimizer):
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
-    ``exp_avg``, ``exp_avg_sq`` (buffer=2), ``master_param`` (FP32, 16-bit parameters in "semi" and "full"), and in
-    one-pass mode ``cautious_scale`` and ``bound_scale``.
+    ``exp_avg``, ``exp_avg_sq`` (buffer=2), in "semi" and "full" ``master_remainder`` (int16, BF16 parameters) or
+    ``master_param`` (FP32, FP16 ones), and in one-pass mode ``cautious_scale`` and ``bound_scale``.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf around step()
@@ -111,6 +114,7 @@ class LuminaV(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         process_group: Any = None,
+        split_master_weights: bool = True,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         options = Options.from_group(given)
@@ -182,8 +186,8 @@ class LuminaV(Optimizer):
     @torch.inference_mode(False)  # state made in inference mode could not be updated outside it
     @torch.no_grad()
     @without_autocast()
-    def _step(self) -> None:
-        self._stepper.step()
+    def _step(self, share: Share | None = None) -> None:
+        self._stepper.step(share)
 
     def nonfinite_grad_count(self) -> int:
         """Number of NaN and infinite gradient elements seen so far by this process; each counted as 0 in the rule.
@@ -197,7 +201,7 @@ class LuminaV(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups' options, in torch's layout; a process group is saved as None."""
         # Registered for this call only, so that it runs before the user's hooks, which may rewrite the file.
-        handle = self.register_state_dict_post_hook(lambda _, saved: without_process_group(saved), prepend=True)
+        handle = self.register_state_dict_post_hook(lambda _, saved: make_saveable(saved), prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -207,8 +211,8 @@ class LuminaV(Optimizer):
         """Load state written by this class or by the public luminav 1.3.x.
 
         Every tensor gets the dtype that the mode prescribes and is a private copy. The rule's options come from the
-        file, with a log line for each that differs; ``execution``, ``process_group``, ``fsdp_sync`` and ``capturable``
-        stay as they are in this process.
+        file, with a log line for each that differs; ``execution``, ``process_group``, ``fsdp_sync``, ``capturable``
+        and ``split_master_weights`` stay as they are in this process; either form of master weights is taken.
 
         Args:
             state_dict: What :meth:`state_dict` returned. Not changed.
@@ -274,7 +278,11 @@ class LuminaV(Optimizer):
             if name not in exported or param.dtype not in SIXTEEN_BIT:
                 continue
             written = self._stepper.written.get(param)
-            master = self.state.get(param, {}).get("master_param")
+            state = self.state.get(param, {})
+            master = state.get("master_param")
+            if "master_remainder" in state:
+                exported[name] = joined(param, state["master_remainder"])
+                continue
             if master is None:
                 master = former_weight(param, written)
             if master is not None:

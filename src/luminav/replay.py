@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, starmap, zip_longest
 from operator import attrgetter, is_, is_not, itemgetter, mod
 from typing import Any
 
@@ -66,32 +66,35 @@ class Replay:
         pairs = [pair for work in works for pair in zip(work.items, work.batch.steps, strict=True)]
         self._items, self._steps = [item for item, _ in pairs], [step for _, step in pairs]
         self.params = [item.param for item in self._items]
-        self._grad_addresses = [step.grad.data_ptr() or NOT_NULL for step in self._steps]
+        self._grad_addresses = [step.present_grad.data_ptr() or NOT_NULL for step in self._steps]
         places = {id(step): place for place, step in enumerate(self._steps)}
         self._places = [[places[id(step)] for step in launch.steps_of] for launch in self._launches]
         self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
         self._compiled: tuple[bool, bool] | None = None
         self._remembered = False
 
-    def remember(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState]) -> None:
+    def remember(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], *, alone: bool) -> None:
         """Note what the launches were built from, after their first step.
 
         Args:
             groups: The optimizer's groups.
             state: The optimizer's state. Step counts and kept scales become views of the tables that the kernels write.
+            alone: Whether these parameters are all that take a step, so that none of the others may have a gradient.
         """
         served = {id(param) for param in self.params}
         self._group_params = [list(group["params"]) for group in groups]
-        self._idle = [param for params in self._group_params for param in params if id(param) not in served]
+        params = [param for group in self._group_params for param in group]
+        self._idle = [param for param in params if id(param) not in served] if alone else []
+        self._watches_all = alone
         self._group_values = [_values(group) for group in groups]
         self._lrs = [group["lr"] for group in groups]
         self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
         aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
-        self._dtypes = [step.grad.dtype for step in self._steps]
+        self._dtypes = [step.present_grad.dtype for step in self._steps]
         self._alignment = [ALIGNMENT if aligned[id(step)] else 1 for step in self._steps]
         self._sizes = list(map(Tensor.numel, self.params))
         self._install_views()
-        self._state_values = list(_values_of(state))
+        self._state_values = list(self._values_of(state))
         first_views = [self._items[places[0]].state["step"] for places in self._places]
         self._tensors = [tensor for step in self._steps for tensor in _tensors(step)] + first_views
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
@@ -99,6 +102,8 @@ class Replay:
         self._written = [(item.param, Written.of(item.param)) for item in watched]
         self._masters = [number for number, item in enumerate(watched) if "master_param" in item.state]
         self._versions = [param._version for param, _ in self._written]
+        for item, step in zip(self._items, self._steps, strict=True):
+            item.grad = step.grad = None  # or the gradients of this step would stay in memory for good
         self._remembered = True
 
     def _install_views(self) -> None:
@@ -131,9 +136,12 @@ class Replay:
 
     def _same_state(self, state: Mapping[Tensor, ParamState]) -> bool:
         """Whether the state holds the very same objects."""
-        return sum(map(len, state.values())) == len(self._state_values) and all(
-            map(is_, _values_of(state), self._state_values)
-        )
+        return all(starmap(is_, zip_longest(self._values_of(state), self._state_values)))
+
+    def _values_of(self, state: Mapping[Tensor, ParamState]) -> Iterator[Any]:
+        """What is kept for all parameters, or for those of these launches."""
+        states = state.values() if self._watches_all else filter(None, map(state.get, self.params))
+        return chain.from_iterable(map(dict.values, states))
 
     def _masters_unedited(self) -> bool:
         """Whether nobody has written a weight that has a master, which would have to adopt the edit."""
@@ -279,9 +287,5 @@ def _on_device(scaling: Scaling, device: torch.device) -> dict[str, Tensor | Non
 
 
 def _tensors(step: TensorStep) -> list[Tensor]:
-    kept = (step.param, step.exp_avg, step.exp_avg_sq, step.master_param)
+    kept = (step.param, step.exp_avg, step.exp_avg_sq, step.master_param, step.master_remainder)
     return [tensor for tensor in kept if tensor is not None]
-
-
-def _values_of(state: Mapping[Tensor, ParamState]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, state.values()))

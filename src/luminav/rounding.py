@@ -250,6 +250,47 @@ def stochastic_round(value: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor
     return round_finite_(value.clamp(-limit, limit), dtype, noise).mul_(special).to(dtype)
 
 
+def remainder_of(master: Tensor, weight: Tensor) -> Tensor:
+    """What a BF16 weight lacks of its FP32 master: master = weight + remainder, on the bit patterns.
+
+    Args:
+        master: FP32 master weights, any shape.
+        weight: Their :func:`nearest` BF16 weights, of the same shape.
+
+    Returns:
+        int16, −2¹⁵ … 2¹⁵−1; without meaning where the master is not finite.
+    """
+    return master.view(torch.int32).sub(widened_bits(weight)).to(torch.int16)
+
+
+def join_master_(widened: Tensor, remainder: Tensor) -> Tensor:
+    """:func:`join_master` of BF16 weights that were widened to FP32, in place; no number comes of those not finite."""
+    below = remainder.clamp_max(0).mul_(widened != 0)  # zero has no remainder below it
+    widened.view(torch.int32).add_(remainder.clamp_min(0)).add_(below)
+    return widened
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 master of a BF16 weight and its remainder.
+
+    Args:
+        weight: BF16, any shape.
+        remainder: int16, of the same shape.
+
+    Returns:
+        FP32. Weights written from outside keep their old remainder, but for those that could not have it: one that is
+        not finite has none, and zero none below it, which would lie on the other side of the sign, among the NaNs.
+    """
+    bits = widened_bits(weight)
+    alone = torch.isfinite(weight).logical_not_().logical_or_((weight == 0) & (remainder < 0))
+    return torch.where(alone, bits, bits + remainder).view(torch.float32)
+
+
+def widened_bits(weight: Tensor) -> Tensor:
+    """The bit patterns of BF16 weights as FP32, int32."""
+    return weight.to(torch.float32).view(torch.int32)
+
+
 def nearest(master: Tensor, dtype: torch.dtype, *, finite: bool = False) -> Tensor:
     """The 16-bit weight that belongs to an FP32 master weight.
 

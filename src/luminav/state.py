@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from luminav.distributed import local, placed_like
+from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.rounding import SIXTEEN_BIT, largest_finite, nearest
+from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
 
 logger = logging.getLogger("luminav")
 
@@ -26,6 +26,15 @@ ParamState: TypeAlias = dict[str, Any]
 def has_master(param: Tensor, options: Options) -> bool:
     """Whether an FP32 master weight is kept: for 16-bit parameters only, others are their own master."""
     return options.master_weights != "none" and param.dtype in SIXTEEN_BIT
+
+
+def is_split(param: Tensor, options: Options) -> bool:
+    """Whether the master weight is kept as the weight and a remainder.
+
+    Not of plain shards: FSDP1 saves no state in which one tensor is floating-point and another is not.
+    """
+    split = options.split_master_weights and not options.fsdp_sync
+    return split and has_master(param, options) and param.dtype == torch.bfloat16
 
 
 def moment_dtype(param: Tensor, options: Options) -> torch.dtype:
@@ -78,9 +87,16 @@ STATE: tuple[StateTensor, ...] = (
     StateTensor(
         "master_param",
         "FP32 master weight",
-        wanted=has_master,
+        wanted=lambda param, options: has_master(param, options) and not is_split(param, options),
         dtype=lambda param, options: torch.float32,
         start=_copy_of_weight,
+    ),
+    StateTensor(
+        "master_remainder",
+        "FP32 master weight less the BF16 weight, on the bit patterns, int16",
+        wanted=is_split,
+        dtype=lambda param, options: torch.int16,
+        start=_zeros,
     ),
     StateTensor(
         "cautious_scale",
@@ -107,6 +123,7 @@ def elementwise(state: ParamState) -> list[Tensor]:
 
 
 KEPT_SCALES = ("cautious_scale", "bound_scale")
+MASTER_FORMS = ("master_param", "master_remainder")
 STEP_LIMIT = 2**63
 
 
@@ -126,6 +143,7 @@ def conform(
         template: Whether to make, as zeros, also what the first step would make: a file is to be read into the state.
             :func:`drop_template` takes those zeros away again.
     """
+    reform_master(state, param, options)
     for kind in STATE:
         if not kind.wanted(param, options):
             state.pop(kind.key, None)
@@ -143,6 +161,36 @@ def conform(
         if value.dtype != dtype or value.device != device:
             value = saturated(value, dtype).to(device=device, dtype=dtype)
         state[kind.key] = value
+
+
+def reform_master(state: ParamState, param: Tensor, options: Options) -> None:
+    """Turn a whole master weight into a remainder, or back, if the other form is kept under these options.
+
+    An element whose weight was changed since, so that the master does not round to it, gets the weight as its master.
+    """
+    if not has_master(param, options):
+        return
+    split = is_split(param, options)
+    if split and "master_param" in state and "master_remainder" not in state:
+        master = state.pop("master_param")
+        state["master_remainder"] = remainder = _zeros(param, torch.int16)
+        weight = local(param.detach())
+        wide = local(master).to(weight.device, torch.float32)
+        apart = wide.view(torch.int32).to(torch.int64) - widened_bits(weight)
+        near = (apart.abs() <= 1 << 15) & torch.isfinite(weight)  # torch's own rounding of a tie leaves 2¹⁵
+        local(remainder).copy_(torch.where(near, apart, 0).clamp_(max=(1 << 15) - 1))
+    elif not split and "master_remainder" in state and "master_param" not in state:
+        remainder = state.pop("master_remainder")
+        if param.dtype == torch.bfloat16:
+            state["master_param"] = joined(param, remainder)
+
+
+def joined(param: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 master weight of a BF16 parameter and its remainder, placed and laid out like the parameter."""
+    master = _zeros(param.detach(), torch.float32)
+    weight = local(param.detach())
+    local(master).copy_(join_master(weight, local(remainder).to(weight.device)))
+    return master
 
 
 def drop_template(state: ParamState) -> None:
@@ -255,10 +303,14 @@ def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": sealed}
 
 
-def without_process_group(state_dict: dict[str, Any]) -> None:
-    """Set the process group in the groups of a file to None: it cannot be saved."""
+def make_saveable(state_dict: dict[str, Any]) -> None:
+    """Make of a new state dict what can be saved: no process group, and no int16 DTensor, which cannot be gathered."""
     for group in state_dict["param_groups"]:
         group["process_group"] = None
+    for key, entry in state_dict["state"].items():
+        remainder = entry.get("master_remainder")
+        if is_dtensor(remainder):  # neither Gloo nor NCCL has 16-bit integers
+            state_dict["state"][key] = {**entry, "master_remainder": remainder.to(torch.int32)}
 
 
 def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -330,20 +382,22 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
     state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
     for kind in STATE:
         value = entry.get(kind.key)
-        if kind.key == "step" or not kind.wanted(param, options):
+        other_form = kind.key in MASTER_FORMS and has_master(param, options) and value is not None
+        if kind.key == "step" or not (kind.wanted(param, options) or other_form):
             continue
         if value is None:
             if kind.key in ("exp_avg", "exp_avg_sq"):
                 raise ValueError(f"{where} has no {kind.key!r}, which buffer={options.buffer} needs.")
-            continue  # conform() makes a missing master from the weight; a missing pair means an exact step
+            continue  # conform() makes a missing master; a missing pair means an exact step
         state[kind.key] = _private_copy(value, param, kind, kind.dtype(param, options), where)
     return state
 
 
 def _private_copy(value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str) -> Tensor:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or value.is_floating_point() != dtype.is_floating_point:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{where}: {kind.key!r} must be a floating-point tensor, got {got}.")
+        wanted = "a floating-point" if dtype.is_floating_point else "an integer"
+        raise ValueError(f"{where}: {kind.key!r} must be {wanted} tensor, got {got}.")
     shape = param.shape if kind.per_element else torch.Size()
     if value.shape != shape and (kind.per_element or value.numel() != 1):
         raise ValueError(

@@ -6,8 +6,10 @@ step, where shards lie, what our own writes looked like. The optimizer's state a
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,18 @@ from luminav.state import (
 )
 
 
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Some of an optimizer's parameters that take their step by themselves, the others' gradients left alone."""
+
+    params: list[Tensor]
+
+    @functools.cached_property
+    def members(self) -> frozenset[Tensor]:
+        """The parameters as a set."""
+        return frozenset(self.params)
+
+
 class Stepper:
     """Takes the steps of an optimizer.
 
@@ -56,17 +70,29 @@ class Stepper:
         self.optimizer: Any = optimizer
         self.written: dict[Tensor, Written] = {}  # with master weights: each weight after our last write
         self.sharding = Sharding()
-        self.replay: Replay | None = None
+        self.replays: dict[Share | None, Replay] = {}  # the kept launches of a whole step (None) and of shares
+        self.release: Any = None  # the handle of gradient release, while it is on
         self.nonfinite: dict[torch.device, Tensor] = {}
         self.warned_nonfinite = False
         self.template = True  # the state may come from an allocation-only step: looked at once, before the next step
 
-    def step(self) -> None:
-        """Take one step; see :meth:`luminav.LuminaV.step`."""
-        if self._replayed():
+    @property
+    def replay(self) -> Replay | None:
+        """The kept launches of a whole step."""
+        return self.replays.get(None)
+
+    def step(self, share: Share | None = None) -> None:
+        """Take one step; see :meth:`luminav.LuminaV.step`.
+
+        Args:
+            share: The parameters that take it; None for all.
+        """
+        if share is None and self.release is not None:
+            self.release.end_pass()
+        if self._replayed(share):
             return
         self.sharding.plan(self.optimizer.param_groups)
-        pending = self._checked()
+        pending = self._checked(share)
         if not pending and not self.sharding.domains:
             return
         self._drop_template()
@@ -79,30 +105,32 @@ class Stepper:
             return
         self._prepare(pending, scaling)
         try:
-            self._run(pending, scaling, allocation_only)
+            self._run(pending, scaling, allocation_only, share)
         except TritonFailed as failure:
             failure.settle()
-            self.step()
+            self.step(share)
 
-    def _checked(self) -> list[Pending]:
+    def _checked(self, share: Share | None) -> list[Pending]:
         """What is pending; if any of it is refused, without the scale that a loss scaler has set for this step.
 
         ``GradScaler`` takes its scale away after a step that returns. Left behind, the next one would multiply the two.
         """
         try:
-            return list(self._pending())
+            return list(self._pending(share))
         except (TypeError, ValueError, RuntimeError):
             if hasattr(self.optimizer, "found_inf"):
                 del self.optimizer.found_inf
                 self.optimizer.__dict__.pop("grad_scale", None)
             raise
 
-    def _pending(self) -> Iterator[Pending]:
+    def _pending(self, share: Share | None) -> Iterator[Pending]:
         """The parameters that have a gradient, or may have one on another rank, checked."""
         seen: set[Tensor] = set()  # torch only warns of a parameter that comes twice in a group
         for number, group in enumerate(self.optimizer.param_groups):
             options = Options.from_group(group)
             for index, param in enumerate(group["params"], self.sharding.bases[number]):
+                if share is not None and param not in share.members:
+                    continue
                 part = self.sharding.part(param)
                 elsewhere = param.grad is None and param.requires_grad and part.domain is not None
                 if (param.grad is not None or elsewhere) and param not in seen:
@@ -123,6 +151,11 @@ class Stepper:
         """What the loss scaler asks for; None if the host knows that the gradients overflowed."""
         grad_scale = getattr(self.optimizer, "grad_scale", None)
         found_inf = getattr(self.optimizer, "found_inf", None)
+        if self.release is not None and (found_inf is not None or grad_scale is not None):
+            raise RuntimeError(
+                "a loss scaler cannot be combined with gradient release: whether gradients overflowed is known when "
+                "all are there. Train in BF16 without a scaler, or call remove() on the handle."
+            )
         if found_inf is None:
             return Scaling(grad_scale, None)
         # A parameter without kept scales must be known to have stepped, or its next step could not tell whether to
@@ -147,7 +180,7 @@ class Stepper:
         return (
             not any(self.optimizer.state.values())
             and all(float(item.options.lr) == 0.0 for item in pending)
-            and all(not item.grad.any() for item in pending)
+            and not any(item.grad is not None and item.grad.any() for item in pending)
         )
 
     def _drop_template(self) -> None:
@@ -175,7 +208,7 @@ class Stepper:
             if "master_param" in state:
                 adopt_edits(item.param, state["master_param"], written)
 
-    def _run(self, pending: list[Pending], scaling: Scaling, allocation_only: bool) -> None:
+    def _run(self, pending: list[Pending], scaling: Scaling, allocation_only: bool, share: Share | None) -> None:
         """Measure, scale and update.
 
         Nothing is written before every exact tensor is measured, and measured on all ranks that hold a part of it.
@@ -192,7 +225,7 @@ class Stepper:
         measure_lookahead(works, domains)
         measure(late)
         if replay is not None:
-            self._launch(replay, replayable, scaling, keep=not works and not domains)
+            self._launch(replay, replayable, scaling, share, keep=not works and not domains)
         update(early, gather=True)
         if domains:
             overflow, busy = combine(works, domains, self._flags(scaling, allocation_only))
@@ -212,9 +245,9 @@ class Stepper:
 
     # ---- steps of the Triton engine ----------------------------------------------------------------------------------
 
-    def _replayed(self) -> bool:
+    def _replayed(self, share: Share | None) -> bool:
         """Take the step by the launches of the last one, if what they were built from still holds."""
-        replay = self.replay
+        replay = self.replays.get(share)
         if replay is None:
             return False
         scaling = self._scaling([])
@@ -224,7 +257,7 @@ class Stepper:
                 if replay.saw_whole_nonfinite:
                     self._warn_of_nonfinite()
             return True
-        self._end_replay(replay)
+        self._end_replay(replay, share)
         return False
 
     def _compiled(self, works: list[Work], scaling: Scaling) -> Replay:
@@ -237,18 +270,18 @@ class Stepper:
             raise TritonFailed(works, reason) from error
         return replay
 
-    def _launch(self, replay: Replay, works: list[Work], scaling: Scaling, *, keep: bool) -> None:
+    def _launch(self, replay: Replay, works: list[Work], scaling: Scaling, share: Share | None, *, keep: bool) -> None:
         """Run the launches; with `keep`, remember them for the next step."""
         replay.run(scaling)
         self.optimizer.state.update({item.param: item.state for work in works for item in work.items})
-        replay.remember(self.optimizer.param_groups, self.optimizer.state)
-        self.replay = replay
+        replay.remember(self.optimizer.param_groups, self.optimizer.state, alone=share is None)
+        self.replays[share] = replay
         if not (keep and replay.is_steady):
-            self._end_replay(replay)
+            self._end_replay(replay, share)
 
-    def _end_replay(self, replay: Replay) -> None:
+    def _end_replay(self, replay: Replay, share: Share | None = None) -> None:
         """Take over what the launches know and the optimizer must not forget."""
-        self.replay = None
+        self.replays.pop(share, None)
         self.written.update(replay.written())
         for device, count in replay.nonfinite_counts():
             self.nonfinite[device] = self.nonfinite.get(device, 0) + count
@@ -300,11 +333,11 @@ class Stepper:
 
     def num_nonfinite(self) -> int:
         """Number of non-finite gradient elements so far; waits for the devices."""
-        running = [] if self.replay is None else self.replay.nonfinite_counts()
+        running = [pair for replay in self.replays.values() for pair in replay.nonfinite_counts()]
         return int(sum(float(count) for _, count in [*self.nonfinite.items(), *running]))
 
     def forget_writes(self) -> None:
         """State and groups come from elsewhere now: nothing remembered of our last step still holds."""
-        if self.replay is not None:
-            self._end_replay(self.replay)
+        for share, replay in list(self.replays.items()):
+            self._end_replay(replay, share)
         self.written.clear()

@@ -9,6 +9,7 @@ import sharded
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support import master_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -76,12 +77,23 @@ def train(model: nn.Module, optimizer: LuminaV, steps: range) -> None:
 
 
 def result(model: nn.Module, optimizer: LuminaV) -> dict[str, Tensor]:
-    """Whole weights and state by name."""
+    """Whole weights and state by name; of split masters the FP32 values, which may differ by rounding."""
     tensors = {}
     for name, param in model.named_parameters():
         tensors[name] = param.detach()
         tensors |= {f"{name}.{key}": value for key, value in optimizer.state.get(param, {}).items()}
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    wholes = {name: whole_of(t) if isinstance(t, DTensor) else t.clone() for name, t in tensors.items()}
+    for name in [name for name in wholes if name.endswith(".master_remainder")]:
+        weight = name.removesuffix(".master_remainder")
+        wholes[f"{weight}.master"] = master_of(wholes[weight], {"master_remainder": wholes.pop(name)})
+    return wholes
+
+
+def whole_of(tensor: DTensor) -> Tensor:
+    """`full_tensor()`, also of int16, for which neither gloo nor NCCL has collectives."""
+    if tensor.dtype == torch.int16:
+        return tensor.to(torch.int32).full_tensor().to(torch.int16)
+    return tensor.full_tensor()
 
 
 def never_stopped(options: dict[str, Any], steps: int) -> dict[str, Tensor]:

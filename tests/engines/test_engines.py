@@ -27,10 +27,12 @@ from support import (
     generator,
     gradients,
     largest_error,
+    master_key,
     normal,
     optimizer_for,
     parameter,
     run,
+    split_by_hand,
     train,
 )
 from torch import Tensor
@@ -549,8 +551,8 @@ def test_a_failure_before_the_update_changes_nothing(
     for key, value in _state_snapshot(optimizer, params).items():
         if key in before:
             assert_same_bits(value, before[key], key)
-        else:  # state of a parameter whose first step this would have been
-            assert not value.any() or "master_param" in key, key
+        else:  # state of a parameter whose first step this would have been; its remainder is 0 as well
+            assert not value.any(), key
     run(optimizer, params, grads[2:])
     run(twin, twins, grads)
     assert_same_results(_state_snapshot(optimizer, params), _state_snapshot(twin, twins))
@@ -564,17 +566,19 @@ def _batch(
 ) -> Batch:
     """Tensors in the middle of training, as the optimizer would hand them over."""
     checked = Options.from_group({"lr": 1e-2, **options})
-    master = checked.master_weights != "none" and dtype in SIXTEEN_BIT
+    kept = master_key(dtype, options)
     steps = []
     for number, shape in enumerate(shapes):
         weight = normal(shape, number)
+        upper, remainder = split_by_hand(weight)
         steps.append(
             TensorStep(
-                param=weight.to(dtype),
+                param=upper if kept == "master_remainder" else weight.to(dtype),
                 grad=normal(shape, 10 + number).to(dtype),
                 exp_avg=normal(shape, 20 + number).to(dtype),
                 exp_avg_sq=normal(shape, 30 + number).square().to(dtype) if checked.buffer == 2 else None,
-                master_param=weight.clone() if master else None,
+                master_param=weight.clone() if kept == "master_param" else None,
+                master_remainder=remainder if kept == "master_remainder" else None,
                 noise_key=noise_key(1, 5, number),
             )
         )
@@ -585,13 +589,17 @@ def _batch(
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    each = [(s.param, s.exp_avg, s.exp_avg_sq, s.master_param, s.grad) for s in batch.steps]
+    each = [(s.param, s.exp_avg, s.exp_avg_sq, s.master_param, s.master_remainder, s.grad) for s in batch.steps]
     return [tensor.clone() for tensors in each for tensor in tensors if tensor is not None]
 
 
 @by_engine
 @by_dtype
-@pytest.mark.parametrize("options", [{}, {"buffer": 1}, {"master_weights": "semi"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"buffer": 1}, {"master_weights": "semi"}, {"master_weights": "semi", "split_master_weights": False}],
+    ids=str,
+)
 def test_measuring_changes_nothing_and_a_skipped_update_neither(
     engine: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -653,6 +661,7 @@ def _copied(batch: Batch) -> Batch:
             exp_avg=step.exp_avg.clone(),
             exp_avg_sq=None if step.exp_avg_sq is None else step.exp_avg_sq.clone(),
             master_param=None if step.master_param is None else step.master_param.clone(),
+            master_remainder=None if step.master_remainder is None else step.master_remainder.clone(),
             noise_key=step.noise_key,
         )
         for step in batch.steps

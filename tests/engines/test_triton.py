@@ -16,7 +16,9 @@ from support import (
     VARIATIONS,
     assert_same_bits,
     dtype_name,
+    master_of,
     normal,
+    optimizer_for,
     parameter,
 )
 from torch import Tensor
@@ -81,6 +83,34 @@ def test_every_mode(mode: str, dtype: torch.dtype, master: str) -> None:
     for step in range(3 if "one_pass" in mode else 2):
         race.step(grad_row(makers, step))
     assert race.replay is not None and int(race.optimizer.state[race.params[0]]["step"]) == step + 1
+
+
+@by_core_mode
+@pytest.mark.parametrize("master", ["semi", "full"])
+def test_split_and_whole_masters_give_the_same_bits(mode: str, master: str) -> None:
+    """Weights, masters and moments, non-finite weights among them; on the same engine nothing at all may differ."""
+    makers = weights([(16, 9), (67,)], torch.bfloat16)
+    runs = []
+    for split in (True, False):
+        params = [make(DEVICE) for make in makers]
+        special = torch.tensor([0x7F80, -0x80, 0x7FC0], dtype=torch.int16)  # ±inf, and NaN as it is stored
+        params[0].data.view(-1)[:3] = special.view(torch.bfloat16).to(DEVICE)
+        options = {"lr": 3e-3, "master_weights": master, "split_master_weights": split, **CORE_MODES[mode]}
+        optimizer = optimizer_for(params, execution="triton", **options)
+        for step in range(4):
+            for param, grad in zip(params, grad_row(makers, step), strict=True):
+                assert grad is not None
+                param.grad = grad.to(DEVICE)
+            optimizer.step()
+        runs.append((params, [optimizer.state[param] for param in params]))
+    for number, (param, state, other, expected) in enumerate(zip(*runs[0], *runs[1], strict=True)):
+        assert_same_bits(param, other, f"weight {number}")
+        assert_same_bits(master_of(param, state), expected["master_param"], f"master {number}")
+        for key in expected.keys() - {"master_param"}:
+            assert_same_bits(state[key], expected[key], f"{key} {number}")
+        assert (
+            state.keys() ^ expected.keys() == {"master_remainder", "master_param"} and state["master_remainder"].any()
+        )
 
 
 @by_dtype

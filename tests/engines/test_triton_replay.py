@@ -6,18 +6,20 @@ step to step; the steps that follow must agree.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import triton_runs
-from support import assert_same_bits, normal, optimizer_for
+from support import assert_same_bits, master_of, normal, optimizer_for
 from torch import Tensor, nn
 from triton_runs import DEVICE, Race, grad_row, weights
 
-from luminav import engines
+from luminav import LuminaV, engines
 from luminav.engines.triton import launch
 
 pytestmark = triton_runs.MARKS
@@ -84,9 +86,10 @@ def test_a_learning_rate_tensor_is_read_at_every_step() -> None:
     assert_same_bits(race.params[0], before)
 
 
-def test_edits_in_place_are_read() -> None:
+@pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
+def test_edits_in_place_are_read(split: bool) -> None:
     """Step counts and kept scales are views of the kernels' tables; moments and masters are the tensors themselves."""
-    race = running(steps=3, fused_single_pass=True, master_weights="semi")
+    race = running(steps=3, fused_single_pass=True, master_weights="semi", split_master_weights=split)
     kept = race.replay
     for optimizer, param in race.pairs():
         state = optimizer.state[param]
@@ -95,7 +98,10 @@ def test_edits_in_place_are_read() -> None:
         state["bound_scale"].fill_(0.25)
         state["exp_avg"].mul_(-2)
         state["exp_avg_sq"].mul_(3)
-        state["master_param"].add_(0.125)
+        if split:
+            state["master_remainder"].bitwise_xor_(0x1555)
+        else:
+            state["master_param"].add_(0.125)
     go_on(race)
     assert race.replay is kept
     assert int(race.optimizer.state[race.params[0]]["step"]) == 502
@@ -153,6 +159,13 @@ def _weight_edited(optimizer: Any, param: nn.Parameter) -> None:
         param.view(-1)[3:6].fill_(0.5)
 
 
+def _weight_zeroed(optimizer: Any, param: nn.Parameter) -> None:
+    """A remainder below zero must not make a NaN of a zero."""
+    with torch.no_grad():
+        param.view(-1)[3:30].zero_()
+    assert not param.numel() > 60 or (optimizer.state[param]["master_remainder"].view(-1)[3:30] < 0).any()
+
+
 def _cleared(optimizer: Any, param: nn.Parameter) -> None:
     optimizer.state[param].clear()
 
@@ -174,6 +187,15 @@ EDITS: dict[str, Callable[[Any, nn.Parameter], None]] = {
     "weight_edited": _weight_edited,
     "state_cleared": _cleared,
 }
+SPLIT_MASTER_EDITS = {
+    "remainder_replaced": _replace("master_remainder", lambda t: t ^ 0x1555),
+    "remainder_data_swapped": _swap_data("master_remainder", lambda t: t ^ 0x1555),
+    "weight_zeroed": _weight_zeroed,
+    "remainder_gone": lambda optimizer, param: optimizer.state[param].pop("master_remainder"),
+    "weight_edited": _weight_edited,
+    "param_data_swapped": _swap_data("param", lambda t: t + 0.25),
+    "param_data_in_another_dtype": _swap_data("param", lambda t: t.to(torch.float16)),
+}
 MASTER_EDITS = {
     "master_replaced": _replace("master_param", lambda t: t + 0.01),
     "master_data_swapped": _swap_data("master_param", lambda t: t + 0.01),
@@ -187,7 +209,8 @@ SCALE_EDITS = {
 }
 CASES = [
     *((name, edit, {}) for name, edit in EDITS.items()),
-    *((name, edit, {"master_weights": "semi"}) for name, edit in MASTER_EDITS.items()),
+    *((name, edit, {"master_weights": "semi"}) for name, edit in SPLIT_MASTER_EDITS.items()),
+    *((name, edit, {"master_weights": "semi", "split_master_weights": False}) for name, edit in MASTER_EDITS.items()),
     *((name, edit, {"fused_single_pass": True}) for name, edit in SCALE_EDITS.items()),
 ]
 
@@ -214,6 +237,7 @@ OPTIONS: dict[str, Any] = {
     "bound_type": "coordinate",
     "bound_ratio": 1e-4,
     "master_weights": "full",
+    "split_master_weights": False,
     "fused_single_pass": True,
     "execution": "single",
     "seed": 7,
@@ -228,6 +252,15 @@ def test_options_changed_in_a_group_are_noticed(name: str) -> None:
     for optimizer in race.optimizers:
         optimizer.param_groups[0][name] = OPTIONS[name]
     go_on(race, 3)
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["from_split", "from_whole"])
+def test_the_form_of_master_weights_changed_in_a_group_is_noticed(split: bool) -> None:
+    race = running(master_weights="semi", split_master_weights=split)
+    for optimizer in race.optimizers:
+        optimizer.param_groups[0]["split_master_weights"] = not split
+    go_on(race, 3)
+    assert ("master_param" in race.optimizer.state[race.params[0]]) == split
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha_ss", 3.0), ("ema_decay", 0.0)])
@@ -325,10 +358,10 @@ def test_a_loss_scale_that_appears_is_noticed() -> None:
         assert race.replay is not kept, "the kernels for it must be compiled before anything is written"
 
 
-@pytest.mark.parametrize("master", ["none", "semi"])
-def test_a_loaded_file_is_what_the_next_step_goes_on_from(master: str) -> None:
+@pytest.mark.parametrize(("master", "split"), [("none", True), ("semi", True), ("semi", False)])
+def test_a_loaded_file_is_what_the_next_step_goes_on_from(master: str, split: bool) -> None:
     """The model keeps its weights, which the masters of the file must adopt, as on the reference engine."""
-    race = running(master_weights=master)
+    race = running(master_weights=master, split_master_weights=split)
     saved = [
         torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, o.state_dict())
         for o in race.optimizers
@@ -349,10 +382,10 @@ def test_a_model_that_becomes_bfloat16_keeps_its_fp32_weights_as_masters(master:
             param.data = param.data.bfloat16()
     go_on(race)
     state = race.optimizer.state[race.params[0]]
-    assert ("master_param" in state) == (master != "none")
+    assert ("master_remainder" in state) == (master != "none") and "master_param" not in state
     if master != "none":
-        assert (state["master_param"] - before).abs().max() < 0.01
-        assert state["master_param"].data_ptr() != before.data_ptr()
+        assert (master_of(race.params[0], state) - before).abs().max() < 0.01
+        assert (race.params[0].detach() - before).abs().max() < 0.01 and state["master_remainder"].any()
 
 
 def test_fp32_weights_with_masters_may_be_edited_while_the_launches_go_on() -> None:
@@ -486,3 +519,17 @@ def test_kernels_that_do_not_compile_leave_auto_to_foreach_with_one_warning(
     with pytest.warns(RuntimeWarning, match="foreach engine instead of Triton: .*no such instruction") as warned:
         _same_as_undisturbed(optimizer, params, execution="foreach", **mode)
     assert len(warned) == 1 and set(given_up) == {DEVICE.type}
+
+
+def test_kept_launches_keep_no_gradients_alive() -> None:
+    """Those of the step that the launches were built from would stay in memory for good."""
+    params = [torch.nn.Parameter(torch.ones(33, device=DEVICE, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = LuminaV(params, execution="triton")
+    for _ in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        grads = [weakref.ref(param.grad) for param in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        gc.collect()
+        assert [grad() for grad in grads] == [None, None]

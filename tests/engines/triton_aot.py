@@ -40,6 +40,7 @@ PLANS: tuple[tuple[str, torch.dtype, bool, dict[str, Any], int, bool], ...] = (
     ("fp16 semi coordinate one-pass scaled unaligned", FP16, True, SEMI | COORDINATE, 37, True),
     ("fp32 single", FP32, False, {"buffer": 1, "cautious": False}, 64, False),
     ("bf16 semi one-pass", BF16, True, SEMI, 64, False),
+    ("bf16 whole semi one-pass", BF16, True, SEMI | {"split_master_weights": False}, 64, False),
     ("bf16 full exact", BF16, False, {"master_weights": "full"}, 64, False),
     ("bf16 single", BF16, False, {"buffer": 1}, 64, False),
     ("fp32 exact", FP32, False, {}, 64, False),
@@ -72,16 +73,18 @@ def calls_of(plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], bac
     options = Options.from_group({**given, "fused_single_pass": one_pass})
     moment = FP32 if options.master_weights == "full" else dtype
     master = options.master_weights != "none" and dtype != FP32
+    split = master and options.split_master_weights and dtype == BF16
     storage = iter(torch.zeros(5, 64, dtype=torch.float64))  # rows are aligned
-    new = [next(storage).view(t)[:numel] for t in (dtype, dtype, moment, moment, FP32)]
+    new = [next(storage).view(t)[:numel] for t in (dtype, dtype, moment, moment, torch.int16 if split else FP32)]
     step = TensorStep(
         new[0],
         new[1],
         new[2],
         new[3] if options.buffer == 2 else None,
-        new[4] if master else None,
+        new[4] if master and not split else None,
         None,
         step=torch.tensor(0),
+        master_remainder=new[4] if split else None,
     )
     kind = launch.Kind.of(step, options)
     assert kind.aligned == (numel == 64)

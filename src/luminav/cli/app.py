@@ -13,6 +13,7 @@ from luminav import __version__
 from luminav.cli.demo.command import demo
 from luminav.cli.doctor import doctor
 from luminav.cli.errors import CommandError
+from luminav.cli.plan import plan
 
 app = typer.Typer(
     name="luminav",
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo)
 app.command("doctor")(doctor)
+app.command("plan")(plan)
 
 # typer exports this one of its errors, under a name that has not changed; its parent covers unknown options as well.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]

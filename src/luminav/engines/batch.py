@@ -28,11 +28,12 @@ class TensorStep:
     """One parameter's share of a step: its tensors, all of the parameter's shape, and its noise."""
 
     param: Tensor
-    grad: Tensor
+    grad: Tensor | None
+    """None when kept launches have taken its address: a step must not keep gradients alive."""
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
     master_param: Tensor | None
-    """FP32 master weight of a 16-bit parameter; None where the parameter holds the weight itself."""
+    """FP32 master weight of a 16-bit parameter; None where the parameter holds the weight itself, or its upper half."""
     noise_key: NoiseKey | None
     """None for an engine that works it out itself."""
     first_index: int = 0
@@ -46,11 +47,19 @@ class TensorStep:
     """Steps taken so far, 0-dim int64."""
     kept_scales: tuple[Tensor, Tensor] | None = None
     """One-pass mode's kept c and s, 0-dim FP32."""
+    master_remainder: Tensor | None = None
+    """What a BF16 parameter lacks of its FP32 master weight, int16."""
 
     @property
-    def weight(self) -> Tensor:
-        """The tensor that holds the weight in full: the master if there is one, else the parameter."""
-        return self.param if self.master_param is None else self.master_param
+    def present_grad(self) -> Tensor:
+        """The gradient, which a step that is not yet taken has."""
+        assert self.grad is not None
+        return self.grad
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is an FP32 master weight, whole or split."""
+        return self.master_param is not None or self.master_remainder is not None
 
 
 @dataclass

@@ -15,8 +15,10 @@ from luminav.rounding import (
     MASTER_CAP_BF16,
     SIXTEEN_BIT,
     Noise,
+    join_master_,
     largest_finite,
     nearest,
+    remainder_of,
     round_finite_,
 )
 
@@ -27,7 +29,7 @@ def _param(step: TensorStep) -> Tensor:
 
 
 def _grad(step: TensorStep) -> Tensor:
-    return step.grad
+    return step.present_grad
 
 
 def _exp_avg(step: TensorStep) -> Tensor:
@@ -38,8 +40,12 @@ def _exp_avg_sq(step: TensorStep) -> Tensor | None:
     return step.exp_avg_sq
 
 
-def _weight(step: TensorStep) -> Tensor:
-    return step.weight
+def _master(step: TensorStep) -> Tensor | None:
+    return step.master_param
+
+
+def _remainder(step: TensorStep) -> Tensor | None:
+    return step.master_remainder
 
 
 def known_finite(flat: Tensor) -> bool:
@@ -65,11 +71,12 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
 
 def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
     """A bundle's weights with 0 for non-finite ones, to be overwritten, and which those are; None if there are none."""
-    weight = bundle.copy(_weight, batch.compute_dtype)
-    if known_finite(weight):
-        return weight, None
-    nonfinite = torch.isfinite(weight).logical_not_()
-    return weight.nan_to_num_(0.0, 0.0, 0.0), nonfinite
+    first = batch.steps[0]
+    weight = bundle.copy(_param if first.master_param is None else _master, batch.compute_dtype)
+    nonfinite = None if known_finite(weight) else torch.isfinite(weight).logical_not_()
+    if first.master_remainder is not None:
+        weight = join_master_(weight, bundle.load(_remainder, torch.int16))
+    return weight if nonfinite is None else weight.masked_fill_(nonfinite, 0.0), nonfinite
 
 
 class SingleEngine:
@@ -185,7 +192,7 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         unless = lr == 0 if unless is None else unless | (lr == 0)
     elif lr == 0:
         return  # bit-equal, −0 included
-    if batch.steps[0].master_param is None:
+    if not batch.steps[0].has_master:
         limit = largest_finite(batch.param_dtype)
         rounded = round_finite_(
             weight.clamp_(-limit, limit), batch.param_dtype, None if noise is None else noise.weight
@@ -196,10 +203,16 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
     else:
         limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
         master = weight.clamp_(-limit, limit)
+        whole = batch.steps[0].master_remainder is None
         if nonfinite is not None:
-            master = torch.where(nonfinite, bundle.load(_weight, master.dtype), master)
-        bundle.store(_weight, master, unless)
-        bundle.store(_param, nearest(master, batch.param_dtype, finite=nonfinite is None), unless)
+            master = torch.where(nonfinite, bundle.load(_master if whole else _param, master.dtype), master)
+        param = nearest(master, batch.param_dtype, finite=nonfinite is None)
+        if whole:
+            bundle.store(_master, master, unless)
+        else:
+            remainder = remainder_of(master, param)
+            bundle.store(_remainder, remainder if nonfinite is None else remainder.masked_fill_(nonfinite, 0), unless)
+        bundle.store(_param, param, unless)
 
 
 def store_moment(batch: Batch, bundle: Bundle, of: Select, moment: Tensor, noise: Tensor | None) -> None:
@@ -209,7 +222,7 @@ def store_moment(batch: Batch, bundle: Bundle, of: Select, moment: Tensor, noise
 
 def noise_of(batch: Batch, bundle: Bundle) -> Noise | None:
     """The bundle's rounding noise; None if nothing is rounded stochastically."""
-    stored = [batch.steps[0].exp_avg] + ([] if batch.steps[0].master_param is not None else [batch.steps[0].param])
+    stored = [batch.steps[0].exp_avg] + ([] if batch.steps[0].has_master else [batch.steps[0].param])
     if not batch.options.stochastic_rounding or not any(tensor.dtype in SIXTEEN_BIT for tensor in stored):
         return None
     return bundle.noise(exp_avg_sq=batch.steps[0].exp_avg_sq is not None)

@@ -44,6 +44,7 @@ from luminav.engines.triton.tables import (
     KEY_WIDTH,
     LR,
     MASTER,
+    NO_MASTER,
     NUM_PARTIALS,
     NUM_POINTERS,
     NUM_SUMS,
@@ -54,7 +55,9 @@ from luminav.engines.triton.tables import (
     ROOT_ONE_MINUS_BETA2,
     SIGMA_FLOOR,
     SIGMA_SCALE,
+    SPLIT_MASTER,
     STEP_SIZE,
+    WHOLE_MASTER,
 )
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -138,6 +141,15 @@ def tensor_pointer(table, row, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def master_pointer(table, row, FORM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to master weights, or to remainders."""
+    if FORM == SPLIT_MASTER:
+        return tensor_pointer(table, row, tl.int16, ALIGNED)
+    else:
+        return tensor_pointer(table, row, tl.float32, ALIGNED)
+
+
+@triton.jit
 def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
     """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen."""
     if INTERPRETED and tl.bfloat16 == TYPE:
@@ -145,6 +157,19 @@ def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
         return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.constexpr):
+    """Weights in full, as FP32."""
+    if FORM == WHOLE_MASTER:
+        return tl.load(master + offsets, mask=mask, other=0.0)
+    elif FORM == SPLIT_MASTER:
+        upper = tl.load(param.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0).to(tl.uint32) << 16
+        lower = tl.load(master + offsets, mask=mask, other=0).to(tl.int32)
+        return rounding.join_master(upper, lower)
+    else:
+        return load_float(param, offsets, mask, TYPE)
 
 
 @triton.jit
@@ -280,7 +305,7 @@ def rms_kernel(
 @triton.jit
 def measure_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
-    WEIGHT: tl.constexpr, WEIGHT_ROW: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
@@ -296,7 +321,8 @@ def measure_kernel(
     left = numel - start
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
-    weight = tensor_pointer(pointers, row + WEIGHT_ROW, WEIGHT, ALIGNED) + start
+    param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
+    master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
     exp_avg = tensor_pointer(pointers, row + EXP_AVG, MOMENT, ALIGNED) + start
     exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, MOMENT, ALIGNED) + start
@@ -313,7 +339,7 @@ def measure_kernel(
         v = m
         if DUAL:
             v = load_float(exp_avg_sq, offsets, mask, MOMENT)
-        p = load_float(weight, offsets, mask, WEIGHT)
+        p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
             g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, MATH
@@ -420,7 +446,7 @@ def add_partials(partials, first_programs, num_programs, numels, sums, nonfinite
 @triton.jit
 def update_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, steps, partials, first_indices,
-    PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, HAS_MASTER: tl.constexpr,
+    PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, MASTER_FORM: tl.constexpr,
     DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, COORDINATE: tl.constexpr, STOCHASTIC: tl.constexpr,
     GATHER: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, OFFSET: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
@@ -439,7 +465,7 @@ def update_kernel(
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
     param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
-    master = tensor_pointer(pointers, row + MASTER, tl.float32, ALIGNED) + start
+    master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
     exp_avg = tensor_pointer(pointers, row + EXP_AVG, MOMENT, ALIGNED) + start
     exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, MOMENT, ALIGNED) + start
@@ -459,10 +485,7 @@ def update_kernel(
         v = m
         if DUAL:
             v = load_float(exp_avg_sq, offsets, mask, MOMENT)
-        if HAS_MASTER:
-            before = tl.load(master + offsets, mask=mask, other=0.0)
-        else:
-            before = load_float(param, offsets, mask, PARAM_TYPE)
+        before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
             g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, MATH
@@ -477,8 +500,8 @@ def update_kernel(
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))
         write = offsets < left_of_weights
-        if HAS_MASTER:
-            store_master(master, param, offsets, write, moved, before, finite, PARAM_TYPE)
+        if MASTER_FORM != NO_MASTER:
+            store_master(master, param, offsets, write, moved, before, finite, PARAM_TYPE, MASTER_FORM)
         else:
             noise = rounding.stream(x, rounding.WEIGHT_STREAM)
             store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
@@ -525,13 +548,17 @@ def store_weight(param, offsets, mask, moved, before, finite, noise, TYPE: tl.co
 
 
 @triton.jit
-def store_master(master, param, offsets, mask, moved, before, finite, TYPE: tl.constexpr):
-    """FP32 master weights, and the 16-bit weights that are nearest to them."""
+def store_master(master, param, offsets, mask, moved, before, finite, TYPE: tl.constexpr, FORM: tl.constexpr):
+    """FP32 master weights, whole or as remainders, and the 16-bit weights that are nearest to them."""
     limit = rounding.MASTER_CAP_BF16 if tl.bfloat16 == TYPE else rule.FP32_MAX
     capped = tl.where(finite, tl.minimum(tl.maximum(moved, -limit), limit), before)
-    tl.store(master + offsets, capped, mask=mask)
+    if FORM == WHOLE_MASTER:
+        tl.store(master + offsets, capped, mask=mask)
     if tl.bfloat16 == TYPE:
         bits = rounding.nearest_bf16_bits(capped)
+        if FORM == SPLIT_MASTER:
+            lower = capped.to(tl.int32, bitcast=True) - (bits.to(tl.uint32) << 16).to(tl.int32, bitcast=True)
+            tl.store(master + offsets, tl.where(finite, lower, 0).to(tl.int16), mask=mask)
         tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
     else:
         clamped = tl.minimum(tl.maximum(capped, -rounding.FP16_MAX), rounding.FP16_MAX)

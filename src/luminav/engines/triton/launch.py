@@ -60,7 +60,8 @@ class Kind:
     param: torch.dtype
     grad: torch.dtype
     moment: torch.dtype
-    master: bool
+    master: int
+    """How the weight is kept: NO_MASTER, WHOLE_MASTER or SPLIT_MASTER of ``tables.py``."""
     dual: bool
     cautious: bool
     coordinate: bool
@@ -72,14 +73,14 @@ class Kind:
     def of(cls, step: TensorStep, options: Options) -> Kind:
         addresses = [
             t.data_ptr()
-            for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param)
+            for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param, step.master_remainder)
             if t is not None
         ]
         return cls(
             param=step.param.dtype,
-            grad=step.grad.dtype,
+            grad=step.present_grad.dtype,
             moment=step.exp_avg.dtype,
-            master=step.master_param is not None,
+            master=_master_form(step),
             dual=step.exp_avg_sq is not None,
             cautious=options.cautious,
             coordinate=options.bound and options.bound_type == "coordinate",
@@ -245,9 +246,8 @@ class Launch:
         kind = self.kind
         self._launch(
             ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
-            *self._common(), self.partials, WEIGHT=tl.float32 if kind.master else TRITON_TYPES[kind.param],
-            WEIGHT_ROW=columns.MASTER if kind.master else columns.PARAM, DUAL=kind.dual, CAUTIOUS=kind.cautious,
-            MATH=self.math, **self._types(), **self._shape(MEASURE),
+            *self._common(), self.partials, PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
+            DUAL=kind.dual, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(), **self._shape(MEASURE),
         )  # fmt: skip
 
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
@@ -265,7 +265,7 @@ class Launch:
         self._launch(
             ("update", gather, self.scaled), kernels.update_kernel, self.num_programs_in_all,
             *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
-            HAS_MASTER=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
+            MASTER_FORM=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
             STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset, **self._types(),
             **self._shape(UPDATE),
         )  # fmt: skip
@@ -357,8 +357,14 @@ def _addresses(step: TensorStep) -> list[int]:
         param,
         step.exp_avg.data_ptr(),
         0 if step.exp_avg_sq is None else step.exp_avg_sq.data_ptr(),
-        param if step.master_param is None else step.master_param.data_ptr(),
+        next((t.data_ptr() for t in (step.master_param, step.master_remainder) if t is not None), param),
     ]
+
+
+def _master_form(step: TensorStep) -> int:
+    if step.master_remainder is not None:
+        return int(columns.SPLIT_MASTER.value)
+    return int((columns.NO_MASTER if step.master_param is None else columns.WHOLE_MASTER).value)
 
 
 def _group_row(options: Options) -> bytes:

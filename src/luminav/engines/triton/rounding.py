@@ -88,6 +88,14 @@ def to_fp16(x, noise, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def join_master(upper, remainder):
+    """FP32 masters of BF16 patterns in the upper halves of uint32, and int32 remainders; see ``luminav.rounding``."""
+    magnitude = upper & 0x7FFF0000
+    alone = (magnitude >= 0x7F800000) | ((magnitude == 0) & (remainder < 0))
+    return tl.where(alone, upper, upper + remainder.to(tl.uint32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def nearest_bf16_bits(master):
     """The BF16 weight of a capped FP32 master: half away from zero on the bit pattern; NaN becomes 0x7FC0."""
     bits = master.to(tl.uint32, bitcast=True)

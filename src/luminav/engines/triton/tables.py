@@ -3,7 +3,7 @@
 A :class:`Launch` serves the tensors of some batches that share dtypes and structural options. Its tables, all on the
 device:
 
-    pointers        int64  [tensors, NUM_POINTERS]   addresses of param, exp_avg, exp_avg_sq, master
+    pointers        int64  [tensors, NUM_POINTERS]   addresses of param, exp_avg, exp_avg_sq, master or remainder
     grads           int64  [tensors]                 addresses of the gradients; 0 for none. Refreshed when they change
     numels          int64  [tensors]
     first_programs  int32  [tensors]                 the first program of each tensor
@@ -29,6 +29,9 @@ from luminav import rule
 # Columns of `pointers`.
 PARAM, EXP_AVG, EXP_AVG_SQ, MASTER = (tl.constexpr(i) for i in range(4))
 NUM_POINTERS = tl.constexpr(4)
+
+# How a weight is kept: in the parameter, in an FP32 master, or in a BF16 parameter and a 16-bit remainder.
+NO_MASTER, WHOLE_MASTER, SPLIT_MASTER = (tl.constexpr(i) for i in range(3))
 
 # Columns of `numbers`: one 64-byte row per tensor.
 (

@@ -1,0 +1,379 @@
+"""The planner: figures from arithmetic done here, and from what is really allocated."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterable
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import dtype_name
+from torch import Tensor, nn
+
+import luminav
+from luminav import LuminaV, planner
+from luminav.hyperparameters import OPTIONS
+from luminav.model_shapes import Decoder
+from luminav.planner import GPUS, MODES, PEERS, RESERVE, Plan, PlanRow
+
+DATA = Path(__file__).parent / "data"
+CASES: dict[str, Any] = json.loads((DATA / "decoder_shapes.json").read_text(encoding="utf-8"))
+"""Configs with the shapes that transformers 5 makes of them: the Qwen3.5 of 4.2 B parameters, and small ones."""
+LLAMA = CASES["llama"]["config"]
+GIB = 2**30
+
+by_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
+
+
+def rows(plan: Plan) -> dict[str, PlanRow]:
+    return {row.mode: row for row in plan.rows}
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(500, 64), nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 130, bias=False))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    device = next(model.parameters()).device
+    model(torch.arange(50, device=device)).float().square().mean().backward()
+    optimizer.step()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+# ---- weights, gradients, state ---------------------------------------------------------------------------------------
+
+BYTES = {
+    "none": 2 + 2 + 2 + 2,
+    "none, buffer=1": 2 + 2 + 2,
+    "semi": 2 + 2 + 2 + 2 + 2,
+    "semi, buffer=1": 2 + 2 + 2 + 2,
+    "semi, unsplit": 2 + 2 + 4 + 2 + 2,
+    "full": 2 + 2 + 2 + 4 + 4,
+    "full, buffer=1": 2 + 2 + 2 + 4,
+    "full, unsplit": 2 + 2 + 4 + 4 + 4,
+    "none, 8-bit": 2 + 2 + 1.03 + 1.03,
+    "none, buffer=1, 8-bit": 2 + 2 + 1.03,
+    "torch AdamW, FP32": 4 + 4 + 4 + 4,
+    "torch AdamW, BF16": 2 + 2 + 2 + 2,
+}
+"""Weights, gradients, master and moments of a BF16 model per parameter."""
+
+
+def test_bytes_per_parameter() -> None:
+    """A large tensor, so that step counts and tables do not show."""
+    plan = luminav.plan(4096 * 4096)
+    assert {row.mode for row in plan.rows} <= BYTES.keys()
+    split = "split_master_weights" in OPTIONS
+    for row in plan.rows:
+        master = 2 if not split and row.options.get("master_weights") else 0  # a whole one for want of the option
+        assert (row.total - row.scratch) / plan.num_params == pytest.approx(BYTES[row.mode] + master, rel=0.01)
+
+
+@by_dtype
+def test_every_mode_allocates_what_is_planned(dtype: torch.dtype) -> None:
+    plan = luminav.plan(small_model().to(dtype))
+    for row in plan.rows[: -len(PEERS)]:
+        model = small_model().to(dtype)
+        optimizer = LuminaV(model.parameters(), **row.options)
+        step(model, optimizer)
+        params = list(model.parameters())
+        assert row.weights == storage_bytes(params)
+        assert row.gradients == storage_bytes(param.grad for param in params)
+        state = [tensor for entry in optimizer.state.values() for tensor in entry.values()]
+        assert row.state == pytest.approx(storage_bytes(state), rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_mode_allocates_what_is_planned_on_a_gpu() -> None:
+    """Matrices of whole blocks of the allocator, which rounds the others up."""
+    device = torch.device("cuda")
+    shapes = [(4096, 4096), (2048, 8192), (4096,)]
+    plan = luminav.plan([nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta")) for shape in shapes])
+    for row in plan.rows[: -len(PEERS)]:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        params = [nn.Parameter(torch.randn(shape, dtype=torch.bfloat16, device=device)) for shape in shapes]
+        optimizer = LuminaV(params, **row.options)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        assert row.total == pytest.approx(torch.cuda.memory_allocated() - before, rel=0.01), row.mode
+        del params, param, optimizer
+
+
+@pytest.mark.parametrize(("name", "dtype"), PEERS)
+def test_torch_adamw_allocates_what_is_planned(name: str, dtype: torch.dtype) -> None:
+    row = rows(luminav.plan(small_model().bfloat16()))[name]
+    model = small_model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    state = storage_bytes(tensor for entry in optimizer.state.values() for tensor in entry.values())
+    weights = storage_bytes(model.parameters())
+    assert (row.weights, row.gradients, row.state) == (weights, weights, state)
+
+
+def test_fp32_has_no_masters_and_fp16_no_split_ones() -> None:
+    dtypes = {dtype: set(rows(luminav.plan(1000, dtype=dtype))) for dtype in (torch.float32, torch.float16)}
+    assert not any("semi" in mode or "full" in mode for mode in dtypes[torch.float32])
+    assert "semi" in dtypes[torch.float16] and "semi, unsplit" not in dtypes[torch.float16]
+
+
+def test_modes_are_those_of_the_package() -> None:
+    assert ("semi, unsplit" in dict(MODES)) == ("split_master_weights" in OPTIONS)
+    assert ("none, 8-bit" in dict(MODES)) == ("state_bits" in OPTIONS)
+
+
+def test_gradient_release_keeps_the_largest_gradient() -> None:
+    row = rows(luminav.plan(small_model().bfloat16()))["none"]
+    assert row.transient == row.released_gradients == 2 * 500 * 64
+    assert row.released_total == row.total - row.gradients + 2 * 500 * 64
+
+
+# ---- what is planned -------------------------------------------------------------------------------------------------
+
+
+def test_frozen_and_shared_parameters() -> None:
+    """Frozen ones are weights only; a shared one is there once; in a list as in the model."""
+    model = small_model().bfloat16()
+    model[0].weight.requires_grad_(False)
+    model.append(nn.Linear(96, 130, bias=False))
+    model[4].weight = model[3].weight
+    trained = 64 * 96 + 96 + 2 * 96 + 96 * 130
+    weight = [param for param in model.parameters() if param.requires_grad]
+    for form in (model, model.named_parameters(), [*model.parameters(), weight[-1]]):
+        row = luminav.plan(form).rows[0]
+        assert (row.weights, row.gradients) == (2 * (500 * 64 + trained), 2 * trained)
+
+
+def test_dtype_converts_floating_parameters() -> None:
+    model = small_model()
+    model.register_parameter("codes", nn.Parameter(torch.zeros(7, dtype=torch.int8), requires_grad=False))
+    assert luminav.plan(model, dtype=torch.bfloat16).rows[0].weights == 7 + 2 * sum(
+        param.numel() for param in small_model().parameters()
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "number"),
+    [("4.2B", 4_200_000_000), ("124M", 124_000_000), ("350k", 350_000), ("1T", 10**12), ("17", 17), (10**13, 10**13)],
+)
+def test_counts(form: str | int, number: int) -> None:
+    plan = luminav.plan(form)
+    assert plan.num_params == number
+    assert plan.largest is None
+    assert plan.rows[0].weights == 2 * number
+    assert plan.rows[0].released_total is None and plan.fits(plan.rows[0], release=True) == ()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shapes_are_those_of_transformers(case: str) -> None:
+    """Names, shapes and order."""
+    assert [[name, list(shape)] for name, shape in Decoder(CASES[case]["config"]).shapes().items()] == CASES[case][
+        "shapes"
+    ]
+
+
+def test_config_forms(tmp_path: Path) -> None:
+    """A dict, a file and its folder are the same plan; a dtype that is asked for comes before the config's."""
+    config = CASES["qwen3_5_4b"]["config"]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    plan = luminav.plan(config)
+    assert plan == luminav.plan(path) == luminav.plan(str(path)) == luminav.plan(tmp_path)
+    assert (plan.num_params, plan.num_tensors) == (4_205_751_296, 426)
+    assert plan.largest == ("model.embed_tokens.weight", (248320, 2560))
+    assert plan.rows[0].weights == 2 * 4_205_751_296
+    assert luminav.plan(config, dtype=torch.float32).rows[0].weights == 4 * 4_205_751_296
+    assert luminav.plan({**LLAMA, "torch_dtype": "float32"}).rows[0].weights == 4 * luminav.plan(LLAMA).num_params
+
+
+def test_unknown_architecture_goes_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If that is installed; a stand-in here, so that the test does not depend on it."""
+    built = SimpleNamespace(
+        AutoConfig=SimpleNamespace(for_model=lambda **config: config),
+        AutoModelForCausalLM=SimpleNamespace(from_config=lambda config: nn.Linear(config["width"], 3)),
+    )
+    built.__spec__ = find_spec("json")
+    monkeypatch.setitem(sys.modules, "transformers", built)
+    plan = luminav.plan({"model_type": "mine", "width": 10**9})
+    assert plan.source == "mine config, built by transformers"
+    assert plan.rows[0].weights == 2 * (3 * 10**9 + 3)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "architecture": ({"model_type": "mine"}, {}, ValueError, "'mine' is not known.*Pass the model"),
+    "no architecture": ({}, {}, ValueError, "model_type None is not known"),
+    "missing size": ({**LLAMA, "hidden_size": None}, {}, ValueError, "hidden_size .* int > 0, got None"),
+    "wrong size": ({**LLAMA, "num_hidden_layers": "2"}, {}, ValueError, "num_hidden_layers .* got '2'"),
+    "no file": ("nowhere.json", {}, FileNotFoundError, "nowhere.json is no file"),
+    "count": (0, {}, ValueError, "must be > 0, got 0"),
+    "type": (4.2e9, {}, TypeError, "got float"),
+    "bool": (True, {}, TypeError, "got bool"),
+    "list of names": (["a"], {}, TypeError, r"params\[0\] must be a parameter, got str"),
+    "empty": ([], {}, ValueError, "no parameters to train"),
+    "frozen": ([torch.zeros(3)], {}, ValueError, "no parameters to train"),
+    "complex": ([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], {}, ValueError, "complex64"),
+    "half a size": (LLAMA, {"batch_size": 1}, ValueError, "sequence_length must be .* got None"),
+    "batch": (LLAMA, {"batch_size": 0, "sequence_length": 8}, ValueError, "batch_size must be an int > 0.* got 0"),
+    "activations": (17, {"batch_size": 1, "sequence_length": 8}, ValueError, "activations are not known"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    model, options, error, message = REFUSED[case]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(error, match=message):
+        luminav.plan(model, **options)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_a_llama() -> None:
+    """h = 32, q = 32, k = 16, f = 80, two layers, 96 words, 3 x 5 tokens, two bytes each."""
+    block = 4 * 32 + 2 * 32 + 2 * 16 + 4 * 80
+    loss = 15 * 96 * 14
+    activations = luminav.plan(LLAMA, batch_size=3, sequence_length=5).activations
+    assert activations is not None
+    assert activations.loss == loss
+    assert activations.full == 15 * 2 * (2 * block + 2 * 32) + loss
+    assert activations.checkpointed == 15 * 2 * (2 * 32 + 2 * 32) + max(15 * 2 * block, loss)
+
+
+class Block(nn.Module):
+    """A decoder block with fused norms, for counting what autograd keeps."""
+
+    def __init__(self, hidden: int, heads: int, key_heads: int, size: int) -> None:
+        super().__init__()
+        width = hidden // heads
+        self.heads, self.width = heads, width
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden, bias=False) for _ in range(2))
+        self.q, self.o = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(hidden, key_heads * width, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(hidden, size, bias=False) for _ in range(2))
+        self.down = nn.Linear(size, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](x)
+        q, k, v = (p(h).unflatten(-1, (-1, self.width)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
+        h = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def test_activations_are_what_autograd_keeps() -> None:
+    """Blocks of the counted kind, with as many keys as queries (torch on a CPU copies the keys of groups)."""
+    hidden, heads, size, layers, batch, length = 128, 4, 352, 3, 2, 64
+    config = {
+        **LLAMA,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": size,
+        "num_hidden_layers": layers,
+    }
+    model = nn.Sequential(*(Block(hidden, heads, heads, size) for _ in range(layers)), nn.LayerNorm(hidden)).bfloat16()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    x = torch.randn(batch, length, hidden, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model(x)
+    activations = Decoder(config).activations(batch, length)
+    expected = activations.full - activations.loss
+    assert storage_bytes([*kept, out]) - storage_bytes(model.parameters()) == pytest.approx(expected, rel=0.03)
+
+
+# ---- scratch and GPUs ------------------------------------------------------------------------------------------------
+
+
+def test_scratch() -> None:
+    """The Triton engine's tables stay below one per cent of the weights; the foreach engine has sixteen pieces."""
+    row = luminav.plan(CASES["qwen3_5_4b"]["config"]).rows[0]
+    assert 0 < row.scratch < 0.01 * row.weights
+    assert luminav.plan("124M", device="cpu").rows[0].scratch == 16 * 2**20
+
+
+@pytest.mark.parametrize("buffer", [1, 2])
+def test_triton_tables_are_no_larger(buffer: int) -> None:
+    """Made on the CPU; nothing is launched."""
+    pytest.importorskip("triton")
+    from luminav.engines.batch import Batch, TensorStep
+    from luminav.engines.triton.launch import SPAN, Kind, Launch
+    from luminav.hyperparameters import Options
+
+    assert SPAN >= planner.PROGRAM_NUMEL
+    options = Options.from_group({"buffer": buffer})
+    params = [nn.Parameter(torch.zeros(numel, dtype=torch.bfloat16)) for numel in (5, 300_000, 64)]
+    steps = [
+        TensorStep(p, p, p, p if buffer == 2 else None, None, None, step=torch.tensor(0), kept_scales=None)
+        for p in map(nn.Parameter.detach, params)
+    ]
+    batch = Batch(options, None, steps)
+    launch = Launch(Kind.of(steps[1], options), [(batch, one) for one in steps], 0)
+    tables = storage_bytes(value for value in vars(launch).values() if isinstance(value, Tensor))
+    assert 0 < tables <= luminav.plan(params).rows[0].scratch
+
+
+def test_fits() -> None:
+    """At the very edge: total, one more gradient, activations and the reserve."""
+    plan = luminav.plan(CASES["qwen3_5_4b"]["config"], batch_size=1, sequence_length=512)
+    assert plan.activations is not None
+    row = rows(plan)["none"]
+    gradient = 2 * 248320 * 2560
+    assert plan.peak(row) == row.total + gradient + plan.activations.full
+    assert plan.peak(row, release=True) == row.total - row.gradients + 2 * gradient + plan.activations.full
+    for release in (False, True):
+        need = plan.peak(row, release=release)
+        assert need is not None
+        assert plan.fits(row, release=release) == tuple(name for name, size in GPUS if size * GIB >= need + RESERVE)
+    smaller = luminav.plan(
+        CASES["qwen3_5_4b"]["config"], batch_size=1, sequence_length=512, activation_checkpointing=True
+    )
+    assert smaller.peak(row) == row.total + gradient + plan.activations.checkpointed
+
+
+def test_nothing_fits_a_trillion() -> None:
+    plan = luminav.plan("1T")
+    assert plan.fits(plan.rows[0]) == ()
+    assert " none" in str(plan).splitlines()[3]
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def test_text() -> None:
+    plan = luminav.plan(CASES["qwen3_5_4b"]["config"], batch_size=1, sequence_length=512)
+    lines = str(plan).splitlines()
+    assert lines[0] == "qwen3_5_text config: 4,205,751,296 parameters in 426 tensors"
+    assert lines[1].startswith("Largest tensor: model.embed_tokens.weight, [248320, 2560]. Its gradient, 1.18 GiB,")
+    assert lines[2].startswith("Activations (estimate), 1 x 512 tokens: 4.12 GiB, with checkpointing 1.74 GiB;")
+    (none,) = [line.split() for line in lines if line.startswith("none  ")]
+    assert none[1:4] == ["7.83", "7.83", "15.67"] and none[6] == "8.00"
+    assert all(any(line.startswith(row.mode) for line in lines) for row in plan.rows)
+
+
+def test_dict_is_json_and_complete() -> None:
+    plan = luminav.plan(small_model().bfloat16())
+    content = json.loads(json.dumps(plan.to_dict()))
+    assert content["num_params"] == plan.num_params
+    assert [row["total"] for row in content["rows"]] == [row.total for row in plan.rows]
+    assert content["rows"][0]["released_bytes_per_param"] == plan.rows[0].released_total / plan.num_params
+    assert content["rows"][0]["fits"][0] == GPUS[0][0]

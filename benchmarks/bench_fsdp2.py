@@ -12,6 +12,7 @@ benchmarks/results.csv, or to the file that --out names; the first rank writes t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -251,6 +252,7 @@ def speed_of(
         row = next(row for row in plan(local_sizes).rows if row.mode == "none")
         figures["planned_gib"] = row.total / 2**30
     del model, optimizer
+    gc.collect()  # FSDP's modules are in reference cycles
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return figures

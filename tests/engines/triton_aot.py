@@ -57,7 +57,7 @@ class Recorder(launch.Launch):
     calls: list[Call]
 
     def _launch(self, key: tuple[Any, ...] | None, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
-        self.calls.append((kernel, args, {"enable_fp_fusion": True, **options}))
+        self.calls.append((kernel, args, {"enable_fp_fusion": False, **options}))
 
 
 def math_of(backend: str, dtype: torch.dtype, master: bool) -> int:

@@ -346,8 +346,8 @@ def measure_kernel(
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
         counts += counted(keep, mask, raw, CAUTIOUS)
-        direction_sq += kept * kept
-        param_sq += p * p
+        direction_sq = tl.fma(kept, kept, direction_sq)
+        param_sq = tl.fma(p, p, param_sq)
     store_partials(partials, pid, counts, direction_sq, param_sq)
 
 
@@ -494,8 +494,8 @@ def update_kernel(
         p = tl.where(finite, before, 0.0)
         if GATHER:
             counts += counted(keep, mask, raw, CAUTIOUS)
-            direction_sq += kept * kept
-            param_sq += p * p
+            direction_sq = tl.fma(kept, kept, direction_sq)
+            param_sq = tl.fma(p, p, param_sq)
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))

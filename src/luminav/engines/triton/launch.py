@@ -310,7 +310,7 @@ class Launch:
             if key is not None and key in self._ready and not self._compiling:
                 self._ready[key]()
                 return
-            options["enable_fp_fusion"] = True  # Triton's default up to 3.9, not from 3.10 on
+            options["enable_fp_fusion"] = False  # see rule.py; the default is True up to Triton 3.9
             if not self._compiling:
                 kernel[(num_programs,)](*args, **options)
                 return

@@ -1,6 +1,8 @@
 """The rule as Triton device functions, in the order and with the names of ``luminav/rule.py``.
 
-Blocks are FP32; numbers come from one row per tensor of the numbers table (see ``tables.py``).
+Blocks are FP32; numbers come from one row per tensor of the numbers table (see ``tables.py``). Where a product and a sum
+are one instruction, ``tl.fma`` says so, and compilers fuse nothing of their own: their choice would differ between a
+kernel that gathers sums and one that does not, or between an aligned tensor and its shard, and with it the last bit.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ def clean_grad(grad, grad_scale, SCALED: tl.constexpr):
 @triton.jit
 def momentum(exp_avg, grad_share, beta1):
     """m ← β₁·m + (1−β₁)·g, given (1−β₁)·g; the look-ahead is the same formula on the new m."""
-    return exp_avg * beta1 + grad_share
+    return tl.fma(exp_avg, beta1, grad_share)
 
 
 @triton.jit
 def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr):
     """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST."""
     innovation = (grad - exp_avg) * root_one_minus_beta2
-    return tl.minimum(exp_avg_sq * beta2 + innovation * innovation, LARGEST)
+    return tl.minimum(tl.fma(exp_avg_sq, beta2, innovation * innovation), LARGEST)
 
 
 # ---- direction and gate ----------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def tanh(x, MATH: tl.constexpr):
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [e + 1.0], dtype=tl.float32, is_pure=True, pack=1
         )
-        return 1.0 - 2.0 * y
+        return tl.fma(y, -2.0, 1.0)
     else:
         return 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(x, TANH_RANGE)) + 1.0)
 
@@ -103,7 +105,7 @@ def tanh(x, MATH: tl.constexpr):
 @triton.jit
 def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, MATH: tl.constexpr):
     """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁."""
-    sigma = tl.maximum(sqrt(exp_avg_sq, MATH) * sigma_scale + sigma_floor, SMALLEST_DENOMINATOR)
+    sigma = tl.maximum(tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor), SMALLEST_DENOMINATOR)
     return tanh(divide(lookahead, sigma, MATH), MATH)
 
 
@@ -111,7 +113,7 @@ def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, MATH: tl.con
 def single_direction(lookahead, rms_denominator, alpha_ss, MATH: tl.constexpr):
     """u = tanh(z / (1 + α·|z|)) with z = m̃ / max(τ·rms + ε·τ·b₁, 1e-12)."""
     z = divide(lookahead, rms_denominator, MATH)
-    return tanh(divide(z, 1.0 + alpha_ss * tl.abs(z), MATH), MATH)
+    return tanh(divide(z, tl.fma(tl.abs(z), alpha_ss, 1.0), MATH), MATH)
 
 
 @triton.jit
@@ -171,7 +173,7 @@ def soft_limit(change, radius, MATH: tl.constexpr):
 def coordinate_radius(param, bound_ratio):
     """B = ρ·√(p² + 1e-4)."""
     p = tl.minimum(tl.maximum(param, -COORDINATE_RANGE), COORDINATE_RANGE)
-    return tl.sqrt(p * p + COORDINATE_FLOOR) * bound_ratio
+    return tl.sqrt(tl.fma(p, p, COORDINATE_FLOOR)) * bound_ratio
 
 
 @triton.jit
@@ -190,4 +192,4 @@ def delta(
 @triton.jit
 def decay_and_move(param, change, decay):
     """p ← p·(1 − η·λ) − Δ."""
-    return param * decay - change
+    return tl.fma(param, decay, -change)

@@ -37,6 +37,7 @@ class Shape:
     first use, and every iteration then waits for memory."""
 
 
+_read_by_graphs: list[Tensor] = []  # for good: a captured graph may outlive the optimizer, and its replays read them
 INTERPRETED = kernels.INTERPRETED.value
 RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
@@ -148,7 +149,7 @@ class Launch:
         self._words = torch.zeros(rows + num, dtype=torch.int64, device=device)
         self.groups = self._words[:rows].view(torch.float64).view(-1, width)
         self.grads = self._words[rows:]
-        self._graph_hosts: list[Tensor] = []
+        self._captured = False
         self._spare_host = torch.empty(rows + num, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.numbers = torch.zeros(num, columns.NUMBERS_WIDTH.value, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num, columns.KEY_WIDTH.value, dtype=torch.int32, device=device)
@@ -181,7 +182,7 @@ class Launch:
         """Upload what changed since the last step, gradient addresses and options, in one copy."""
         rows = [_group_row(batch.options) for batch in self.batches]
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing or self._graph_hosts or self._uploaded != (addresses, rows):
+        if capturing or self._captured or self._uploaded != (addresses, rows):
             self._uploaded = (addresses, rows)
             self._upload(addresses, rows, capturing)
         for row, batch in enumerate(self.batches):
@@ -198,7 +199,8 @@ class Launch:
         host = torch.frombuffer(words, dtype=torch.int64)
         if capturing:
             host = self._spare_host.copy_(host)
-            self._graph_hosts.append(host)
+            _read_by_graphs.append(host)
+            self._captured = True
             self._spare_host = torch.empty_like(host, pin_memory=True)
         elif self.device.type != "cpu":
             host = host.pin_memory()  # from the caching allocator, which keeps the memory until the copy is done

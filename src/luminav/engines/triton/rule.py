@@ -1,8 +1,8 @@
 """The rule as Triton device functions, in the order and with the names of ``luminav/rule.py``.
 
-Blocks are FP32; numbers come from one row per tensor of the numbers table (see ``tables.py``). Where a product and a sum
-are one instruction, ``tl.fma`` says so, and compilers fuse nothing of their own: their choice would differ between a
-kernel that gathers sums and one that does not, or between an aligned tensor and its shard, and with it the last bit.
+Blocks are FP32; numbers come from one row per tensor of the numbers table (see ``tables.py``). Where a product and a
+sum are one instruction, ``tl.fma`` says so, and compilers fuse nothing of their own: their choice would differ between
+a kernel that gathers sums and one that does not, or between an aligned tensor and its shard, and with it the last bit.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 import subprocess
 from collections.abc import Sequence
 
@@ -97,6 +98,8 @@ def _triton() -> Engine:
 
 def why_not_triton(device: torch.device) -> str | None:
     """Why the Triton engine cannot serve `device`; None if it can."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton's kernels need an accelerator, and a parameter is on the CPU"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install '.[triton]')"
     if device.type in _given_up:

@@ -79,7 +79,7 @@ def test_release_gives_the_bits_of_an_ordinary_step(
     mode: str, dtype: torch.dtype, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradient_release, "BUCKET", bucket)
-    monkeypatch.setattr(gradient_release, "MOST_BUCKETS", 1 << 30)
+    monkeypatch.setattr(gradient_release, "BUCKETS", 1 << 30)
     for micro_batches in (1, 3):
         ordinary = train(dtype, False, micro_batches, **MODES[mode])
         released = train(dtype, True, micro_batches, **MODES[mode])
@@ -193,3 +193,68 @@ def test_state_and_checkpoints_are_as_ever() -> None:
         return [param.detach() for param in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(3), run(STEPS)))
+
+
+def test_a_failed_backward_pass_leaves_nothing_behind() -> None:
+    """After zero_grad() and step() the next pass releases everything again."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = LuminaV(model.parameters())
+    luminav.enable_gradient_release(model, optimizer)
+    hook = model[0].weight.register_hook(lambda grad: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4)).sum().backward()
+    hook.remove()
+    optimizer.zero_grad()
+    optimizer.step()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+
+
+def test_an_old_handle_does_not_end_a_new_one() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = LuminaV(model.parameters())
+    old = luminav.enable_gradient_release(model, optimizer)
+    old.remove()
+    luminav.enable_gradient_release(model, optimizer)
+    old.remove()
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        assert model.weight.grad is None
+        optimizer.step()
+
+
+def test_everything_is_freed_without_remove_and_another_optimizer_may_follow() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = LuminaV(model.parameters())
+    luminav.enable_gradient_release(model, optimizer)
+    with pytest.raises(RuntimeError, match="another optimizer"):
+        luminav.enable_gradient_release(model, LuminaV(model.parameters()))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    follower = LuminaV(model.parameters())
+    luminav.enable_gradient_release(model, follower)
+    model(torch.ones(1, 4)).sum().backward()
+    assert int(follower.state[model.weight]["step"]) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_comes_after_the_step() -> None:
+    """Of a gradient that is NaN throughout; the step is not taken twice."""
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = LuminaV(model.parameters())
+    luminav.enable_gradient_release(model, optimizer)
+    with pytest.raises(RuntimeWarning, match="NaN"):
+        (model(torch.ones(1, 4)).sum() * float("nan")).backward()
+    assert model.weight.grad is None
+    optimizer.step()
+    assert int(optimizer.state[model.weight]["step"]) == 1
+
+
+def test_plain_shards_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="fully_shard"):
+        luminav.enable_gradient_release(model, LuminaV(model.parameters(), fsdp_sync=True))

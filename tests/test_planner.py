@@ -134,10 +134,21 @@ def test_modes_are_those_of_the_package() -> None:
     assert ("none, 8-bit" in dict(MODES)) == ("state_bits" in OPTIONS)
 
 
-def test_gradient_release_keeps_the_largest_gradient() -> None:
+def test_gradient_release_keeps_the_largest_bucket() -> None:
+    """A bucket holds 4 Mi elements in any model: all of a small one, or a larger tensor alone."""
     row = rows(luminav.plan(small_model().bfloat16()))["none"]
-    assert row.transient == row.released_gradients == 2 * 500 * 64
-    assert row.released_total == row.total - row.gradients + 2 * 500 * 64
+    assert row.transient == 2 * 500 * 64 and row.released_gradients == row.gradients
+    with torch.device("meta"):
+        params = [torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for shape in (3 << 20, 1 << 20, 6 << 20)]
+    row = rows(luminav.plan(params))["none"]
+    assert row.transient == row.released_gradients == 2 * (6 << 20)
+    assert row.released_total == row.total - 2 * (4 << 20)
+
+
+def test_of_mixed_dtypes_the_largest_gradient_counts_in_its_own() -> None:
+    params = [torch.zeros(2000, dtype=torch.bfloat16, requires_grad=True), torch.zeros(10, requires_grad=True)]
+    row = luminav.plan(params).rows[0]
+    assert row.transient == 4000 and row.released_total == row.total
 
 
 # ---- what is planned -------------------------------------------------------------------------------------------------
@@ -217,7 +228,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "missing size": ({**LLAMA, "hidden_size": None}, {}, ValueError, "hidden_size .* int > 0, got None"),
     "wrong size": ({**LLAMA, "num_hidden_layers": "2"}, {}, ValueError, "num_hidden_layers .* got '2'"),
     "no file": ("nowhere.json", {}, FileNotFoundError, "nowhere.json is no file"),
-    "count": (0, {}, ValueError, "must be > 0, got 0"),
+    "count": (0, {}, ValueError, r"must be > 0, and at most 1e\+15, got 0"),
     "type": (4.2e9, {}, TypeError, "got float"),
     "bool": (True, {}, TypeError, "got bool"),
     "list of names": (["a"], {}, TypeError, r"params\[0\] must be a parameter, got str"),

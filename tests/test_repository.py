@@ -137,7 +137,7 @@ LEVELS = {
     "assembly": 3,
     "replay": 3,
     "distributed": 3,
-    "planner": 3,
+    "planner": 5,
     "model_shapes": 3,
     "diagnostics": 3,
     "param_groups": 3,

@@ -5,13 +5,14 @@ of an ordinary step to the last bit. Backward and step in one is an old idea, sp
 arXiv 2306.09782).
 
 Small parameters are stepped together, in buckets that are fixed beforehand: the same on every rank, so that the
-collectives of sharded parameters meet, and few enough that the host keeps up.
+collectives of FSDP2's parameters meet, and few enough that the host keeps up.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,22 +23,57 @@ from luminav.optimizer import LuminaV
 from luminav.stepper import Share
 
 BUCKET = 1 << 22
-"""Least elements of a full bucket: a launch has work for the whole GPU."""
-MOST_BUCKETS = 64
-"""About so many at most, so that the host keeps up with backward: a 64th of the gradients waits."""
+"""Elements that a bucket may have in any model: with so many a launch has work for the whole GPU."""
+BUCKETS = 64
+"""A bucket may have a share of 1/64 of the elements, if that is more, so that the host keeps up with backward."""
+
+
+def buckets(params: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Parameters that are stepped together, in their order; a tensor beyond the limit has a bucket of its own.
+
+    Args:
+        params: The optimizer's parameters. Frozen ones are left out.
+    """
+    trained = [param for param in params if param.requires_grad]
+    limit = max(BUCKET, sum(param.numel() for param in trained) // BUCKETS)
+    filled: list[list[Tensor]] = []
+    held = 0
+    for param in trained:
+        if not filled or held + param.numel() > limit:
+            filled.append([])
+            held = 0
+        filled[-1].append(param)
+        held += param.numel()
+    return filled
 
 
 class ReleaseHandle:
-    """What :func:`enable_gradient_release` returns."""
+    """What :func:`enable_gradient_release` returns.
+
+    The hooks know the handle by a weak reference only: the optimizer keeps it, and goes when nobody uses it any more.
+    """
 
     def __init__(self, optimizer: LuminaV) -> None:
         self._optimizer = optimizer
         self._keeping = False
-        self._buckets = [_Bucket(share) for share in _shares(optimizer)]
-        self._of = {param: bucket for bucket in self._buckets for param in bucket.share.params}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._shares = [Share(bucket) for bucket in buckets(params)]
+        self._share_of = {param: share for share in self._shares for param in share.params}
+        self._ready: dict[Share, int] = {}  # in this backward pass: gradients that have come and wait
+        self._pass: int | None = None  # the backward pass that these are of
         self._stepped: set[Tensor] = set()  # since the last optimizer.step()
-        self._watching = False
-        self._hooks = [param.register_post_accumulate_grad_hook(self._ready) for param in self._of]
+        self._hooks = [self._hook(param) for param in self._share_of]
+
+    def _hook(self, param: Tensor) -> Any:
+        reference = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            handle = reference()
+            if handle is not None:
+                handle._came(param)
+
+        setattr(param, MARK, reference)
+        return param.register_post_accumulate_grad_hook(hook)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -52,77 +88,72 @@ class ReleaseHandle:
         """End gradient release; gradients that are there wait for ``optimizer.step()``. May be called twice."""
         for hook in self._hooks:
             hook.remove()
+        if self._hooks:
+            for param in self._share_of:
+                delattr(param, MARK)
         self._hooks.clear()
-        self._optimizer._stepper.release = None
+        stepper = self._optimizer._stepper
+        if stepper.release is self:
+            stepper.release = None
+            stepper.end_shares()
+
+    def has_stepped(self, param: Tensor) -> bool:
+        """Whether a parameter has taken its step since the last ``optimizer.step()``."""
+        return param in self._stepped
 
     def end_pass(self) -> None:
         """``optimizer.step()`` was called: every parameter may take its next step."""
         self._stepped.clear()
+        self._ready.clear()
+        self._pass = None
 
     # ---- what the hooks do -------------------------------------------------------------------------------------------
 
-    def _ready(self, param: Tensor) -> None:
+    def _came(self, param: Tensor) -> None:
         """Backward has finished the gradient of `param`."""
         if self._keeping:
             return
-        if not self._watching:
-            self._watching = True
+        current = torch._C._current_graph_task_id()  # another one: the pass before has ended, perhaps by an error
+        if current != self._pass:
+            self._pass = current
+            self._ready.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
         if param in self._stepped:
             raise RuntimeError(
                 "gradient release: a parameter got a second gradient since optimizer.step(), its step is taken. Call "
                 "optimizer.step() after every backward pass, as without release; put all micro-batches but the last in "
-                "`with handle.accumulate():`; checkpoint activations with use_reentrant=False."
+                "`with handle.accumulate():`; checkpoint activations with use_reentrant=False. After a backward pass "
+                "that failed, call zero_grad() and step()."
             )
-        bucket = self._of[param]
-        bucket.waiting.discard(param)
-        if not bucket.waiting:
-            self._step(bucket)
+        share = self._share_of[param]
+        self._ready[share] = self._ready.get(share, 0) + 1
+        if self._ready[share] == len(share.params):
+            self._step(share)
 
-    def _step(self, bucket: _Bucket) -> None:
-        params = [param for param in bucket.share.params if param.grad is not None]
-        bucket.waiting = set(bucket.share.params)
-        self._optimizer._step(bucket.share)
+    def _step(self, share: Share) -> None:
+        self._ready.pop(share, None)
+        params = [param for param in share.params if param.grad is not None]
+        try:
+            self._optimizer._step(share)
+        except Warning:  # one that is an error: the step is taken
+            self._release(params)
+            raise
+        self._release(params)
+
+    def _release(self, params: list[Tensor]) -> None:
         for param in params:
             param.grad = None
         self._stepped.update(params)
 
     def _end_of_backward(self) -> None:
         """Step the buckets of which some parameters got no gradient."""
-        try:
-            for bucket in self._buckets:
-                if len(bucket.waiting) < len(bucket.share.params):
-                    self._step(bucket)
-        finally:
-            self._watching = False
-            for bucket in self._buckets:
-                bucket.waiting = set(bucket.share.params)
+        for share in [share for share in self._shares if share in self._ready]:
+            self._step(share)
+        self._pass = None
 
 
-class _Bucket:
-    """Parameters that are stepped together."""
-
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        self.waiting = set(share.params)
-
-
-def _shares(optimizer: LuminaV) -> list[Share]:
-    """The parameters that are trained, in the order of the optimizer, a new share when one is full."""
-    shares: list[Share] = []
-    numel = sum(param.numel() for group in optimizer.param_groups for param in group["params"] if param.requires_grad)
-    limit = max(BUCKET, numel // MOST_BUCKETS)
-    held = limit
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if not param.requires_grad:
-                continue
-            if held + param.numel() > limit:
-                shares.append(Share([]))
-                held = 0
-            shares[-1].params.append(param)
-            held += param.numel()
-    return shares
+MARK = "_luminav_release"
+"""Attribute of a parameter under gradient release: a weak reference to the handle."""
 
 
 def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHandle:
@@ -140,10 +171,11 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
         The handle: ``with handle.accumulate():`` around all micro-batches but the last, ``handle.remove()`` to end it.
 
     Raises:
-        ValueError: The model is under DistributedDataParallel, whose buckets hold the gradients till all are reduced.
-            Use FSDP2's ``fully_shard``, also with a mesh of one shard per replica.
+        ValueError: The model is under DistributedDataParallel, whose buckets hold the gradients till all are reduced,
+            or its parameters are plain shards, whose gradients come on each rank by itself. Use FSDP2's
+            ``fully_shard``.
         TypeError: `optimizer` is not a LuminaV.
-        RuntimeError: Gradient release is on already.
+        RuntimeError: Gradient release is on already, for this optimizer or for another of these parameters.
 
     What needs all gradients at once is out: ``clip_grad_norm_`` finds none (the radial bound limits each tensor's step
     instead), and a ``GradScaler`` is refused in its step (BF16 needs none).
@@ -157,6 +189,14 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
         )
     if optimizer._stepper.release is not None:
         raise RuntimeError("gradient release is on already for this optimizer. Call remove() on its handle first.")
+    if any(group["fsdp_sync"] for group in optimizer.param_groups):
+        raise ValueError(
+            "gradient release cannot work with fsdp_sync=True: gradients come on each rank by itself, and the ranks' "
+            "sums would not meet. Use torch.distributed.fsdp.fully_shard."
+        )
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if any(reference() is not None for param in params if (reference := getattr(param, MARK, None)) is not None):
+        raise RuntimeError("gradient release is on for another optimizer of these parameters. Call remove() there.")
     missing = _foreign(model, optimizer)
     if missing:
         warnings.warn(

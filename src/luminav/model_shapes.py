@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from luminav.distributed import local
+from luminav.hyperparameters import SUPPORTED_DTYPES
 
 Shape: TypeAlias = tuple[int, ...]
 Named: TypeAlias = Iterator[tuple[str, Shape]]
@@ -262,13 +263,16 @@ _COUNT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*", flags=re.IGNORECASE)
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
+MOST_PARAMETERS = 10**15
+
+
 def read_model(model: Any, dtype: torch.dtype | None) -> Source:
     """Read a model in any of the forms that :func:`luminav.plan` takes; see there for the arguments and errors."""
     if isinstance(model, str) and (count := _COUNT.fullmatch(model)):
         model = round(float(count[1]) * _FACTORS[count[2].upper()])
     if isinstance(model, int) and not isinstance(model, bool):
-        if model < 1:
-            raise ValueError(f"the number of parameters must be > 0, got {model}.")
+        if not 0 < model <= MOST_PARAMETERS:
+            raise ValueError(f"the number of parameters must be > 0, and at most {MOST_PARAMETERS:.0e}, got {model}.")
         param = torch.empty(1, model, dtype=dtype or torch.bfloat16, device="meta", requires_grad=True)
         return Source("A model", (("parameters", param),), is_count=True)
     if isinstance(model, (str, os.PathLike)):
@@ -323,8 +327,10 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _from_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> Source:
     kind = config.get("model_type")
     named = config.get("dtype") or config.get("torch_dtype")
-    stored = getattr(torch, str(named).removeprefix("torch."), None)
-    dtype = dtype or (stored if isinstance(stored, torch.dtype) else torch.bfloat16)
+    stored = torch.bfloat16 if named is None else getattr(torch, str(named).removeprefix("torch."), None)
+    if dtype is None and stored not in SUPPORTED_DTYPES:
+        raise ValueError(f"the config's dtype {named!r} is not one that LuminaV trains. Pass dtype.")
+    dtype = dtype or stored
     if isinstance(kind, str) and kind in FAMILIES:
         decoder = Decoder(config)
         shapes = decoder.shapes().items()

@@ -274,10 +274,11 @@ class LuminaV(Optimizer):
             16-bit parameters are widened to FP32; buffers, and FP32 and FP64 parameters, are what the model holds.
         """
         exported = model.state_dict()
+        all_written = self._stepper.all_written()
         for name, param in model.named_parameters(remove_duplicate=False):
             if name not in exported or param.dtype not in SIXTEEN_BIT:
                 continue
-            written = self._stepper.written.get(param)
+            written = all_written.get(param)
             state = self.state.get(param, {})
             master = state.get("master_param")
             if "master_remainder" in state:

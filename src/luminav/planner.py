@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from luminav.engines.bundle import piece_limit
+from luminav.gradient_release import buckets
 from luminav.hyperparameters import OPTIONS, SUPPORTED_DTYPES, Options
 from luminav.model_shapes import FAMILIES, Activations, Source, read_model
 from luminav.rounding import SIXTEEN_BIT
@@ -89,7 +90,7 @@ class PlanRow:
     """The largest parameter's gradient, or 0 if unknown: autograd holds one more for a moment where it adds two, for
     tied embeddings and from the second micro-batch on. Not part of the totals."""
     released_gradients: int | None
-    """Gradients with gradient release: the largest parameter's. None where that is unknown, or not offered."""
+    """Gradients with gradient release: the largest bucket's. None where that is unknown, or not offered."""
 
     @property
     def total(self) -> int:
@@ -205,7 +206,7 @@ class Plan:
         checkpointed = " with checkpointing" if self.activation_checkpointing else ""
         activations = f"the activations{checkpointed}" if known else "no activations (give batch and sequence length)"
         return [
-            "released: the total with gradient release, where the gradients take no more than the largest tensor's.",
+            "released: the total with gradient release, where the gradients are those of the largest bucket.",
             f"fits: the smallest GPU for the total, one more gradient of the largest tensor, {activations}, and "
             f"{_size(RESERVE)} for CUDA itself.",
         ]
@@ -280,6 +281,8 @@ def plan(
         TypeError: `model` is something else.
         FileNotFoundError: There is no such file.
     """
+    if dtype is not None and dtype not in SUPPORTED_DTYPES:
+        raise ValueError(f"dtype must be one that LuminaV trains, got {dtype!r}.")
     source = read_model(model, dtype)
     trainable = [(name, param) for name, param in source.params if param.requires_grad and param.numel()]
     if not trainable:
@@ -296,7 +299,7 @@ def plan(
         largest=None if source.is_count else (name, tuple(largest.shape)),
         activations=_activations(source, batch_size, sequence_length, largest.element_size()),
         activation_checkpointing=activation_checkpointing,
-        rows=_rows(params, 0 if source.is_count else largest.numel(), torch.device(device)),
+        rows=_rows(params, torch.device(device), count_only=source.is_count),
     )
 
 
@@ -317,15 +320,17 @@ def _activations(
     return source.decoder.activations(batch_size, sequence_length, itemsize)
 
 
-def _rows(params: Sequence[Tensor], largest: int, device: torch.device) -> tuple[PlanRow, ...]:
-    """All rows; `largest` is the number of elements of the largest parameter, 0 if unknown."""
+def _rows(params: Sequence[Tensor], device: torch.device, *, count_only: bool) -> tuple[PlanRow, ...]:
+    """All rows. If only the number of parameters is known, there is no largest one and no bucket."""
     trainable = [param for param in params if param.requires_grad]
     alike = Counter((param.shape, param.dtype) for param in trainable)
     weights, gradients = (sum(param.nbytes for param in some) for some in (params, trainable))
     scratch = _scratch(trainable, device)
-    transient = largest * max(param.element_size() for param in trainable)
+    largest = 0 if count_only else max(param.numel() for param in trainable)
+    transient = 0 if count_only else max(param.nbytes for param in trainable)
+    waiting = None if count_only else max(sum(param.nbytes for param in bucket) for bucket in buckets(trainable))
     rows = [
-        PlanRow(mode, options, weights, gradients, _state(alike, options), scratch, transient, transient or None)
+        PlanRow(mode, options, weights, gradients, _state(alike, options), scratch, transient, waiting)
         for mode, options in MODES
         if _differs(options, trainable)
     ]

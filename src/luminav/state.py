@@ -405,6 +405,8 @@ def _private_copy(value: Any, param: Tensor, kind: StateTensor, dtype: torch.dty
             "Is the file from another model, or are the parameters in another order?"
         )
     value = saturated(value.detach(), dtype)
+    if dtype == torch.int16 and bool((value.to(torch.int32).to(torch.int16) != value).any()):
+        raise ValueError(f"{where}: {kind.key!r} must be within 16 bits. Is the file damaged?")
     if not kind.per_element:
         return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
     return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(placed_like(value, param))

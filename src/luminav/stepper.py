@@ -87,8 +87,11 @@ class Stepper:
         Args:
             share: The parameters that take it; None for all.
         """
+        self._step(share)
         if share is None and self.release is not None:
             self.release.end_pass()
+
+    def _step(self, share: Share | None) -> None:
         if self._replayed(share):
             return
         self.sharding.plan(self.optimizer.param_groups)
@@ -108,7 +111,7 @@ class Stepper:
             self._run(pending, scaling, allocation_only, share)
         except TritonFailed as failure:
             failure.settle()
-            self.step(share)
+            self._step(share)
 
     def _checked(self, share: Share | None) -> list[Pending]:
         """What is pending; if any of it is refused, without the scale that a loss scaler has set for this step.
@@ -133,6 +136,7 @@ class Stepper:
                     continue
                 part = self.sharding.part(param)
                 elsewhere = param.grad is None and param.requires_grad and part.domain is not None
+                elsewhere = elsewhere and not (self.release is not None and self.release.has_stepped(param))
                 if (param.grad is not None or elsewhere) and param not in seen:
                     seen.add(param)
                     check_param(param, options)
@@ -225,7 +229,7 @@ class Stepper:
         measure_lookahead(works, domains)
         measure(late)
         if replay is not None:
-            self._launch(replay, replayable, scaling, share, keep=not works and not domains)
+            self._launch(replay, replayable, scaling, share, keep=not works)
         update(early, gather=True)
         if domains:
             overflow, busy = combine(works, domains, self._flags(scaling, allocation_only))
@@ -335,6 +339,17 @@ class Stepper:
         """Number of non-finite gradient elements so far; waits for the devices."""
         running = [pair for replay in self.replays.values() for pair in replay.nonfinite_counts()]
         return int(sum(float(count) for _, count in [*self.nonfinite.items(), *running]))
+
+    def end_shares(self) -> None:
+        """No share takes its step by itself any more."""
+        for share, replay in list(self.replays.items()):
+            if share is not None:
+                self._end_replay(replay, share)
+
+    def all_written(self) -> dict[Tensor, Written]:
+        """The weights that have a master, or may get one, after our last write; those of kept launches too."""
+        running = [pair for replay in self.replays.values() for pair in replay.written()]
+        return {**self.written, **dict(running)}
 
     def forget_writes(self) -> None:
         """State and groups come from elsewhere now: nothing remembered of our last step still holds."""

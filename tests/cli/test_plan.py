@@ -63,7 +63,7 @@ def test_count(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "argument"),
         (["nowhere.json"], "nowhere.json is no file"),
-        (["0"], "must be > 0, got 0"),
+        (["0"], "must be > 0, and at most 1e+15, got 0"),
         (["{broken}"], "is not JSON"),
         (["{list}"], "must hold a JSON object, got list"),
         (["{config}", "--dtype", "int4"], "--dtype must be one of float16, bfloat16"),

@@ -19,6 +19,7 @@ from support import assert_same_bits, master_of, normal, optimizer_for
 from torch import Tensor, nn
 from triton_runs import DEVICE, Race, grad_row, weights
 
+import luminav
 from luminav import LuminaV, engines
 from luminav.engines.triton import launch
 
@@ -533,3 +534,22 @@ def test_kept_launches_keep_no_gradients_alive() -> None:
         optimizer.zero_grad()
         gc.collect()
         assert [grad() for grad in grads] == [None, None]
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["step", "release"])
+def test_an_export_after_a_conversion_sees_what_the_kept_launches_wrote(released: bool) -> None:
+    """The FP32 weight is the master of the model that is BF16 now."""
+    model = nn.Linear(8, 8).to(DEVICE)
+    optimizer = LuminaV(model.parameters(), lr=1e-2, execution="triton", master_weights="full")
+    handle = luminav.enable_gradient_release(model, optimizer) if released else None
+    for _ in range(3):
+        model(torch.ones(2, 8, device=DEVICE)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        assert len(optimizer._stepper.replays) == 1
+        handle.remove()
+        assert not optimizer._stepper.replays
+    before = model.weight.detach().clone()
+    model.bfloat16()
+    assert_same_bits(optimizer.master_state_dict(model)["weight"], before)

@@ -27,6 +27,7 @@ from triton_runs import DEVICE, INTERPRETED, Race, by_dtype, by_sixteen_bit, gra
 from luminav import rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine
 from luminav.engines.single import SingleEngine
+from luminav.engines.triton import launch
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
 
@@ -519,6 +520,27 @@ def test_the_verbs_with_gradients_of_any_dtype_on_a_shard(dtype: torch.dtype, gr
                 assert (apart > 0).sum() <= max(1, 0.02 * len(apart)) and (not len(apart) or apart.max() <= 1), key
             else:
                 assert triton_runs.error(got.cpu(), wanted) <= 1e-6, key
+
+
+def test_tables_are_made_once_for_all_verbs_of_a_step_and_anew_for_other_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tensor that no rank has a gradient for leaves the batch between measure and update."""
+    options = Options.from_group({"lr": 8e-4})
+    engine, batch = choose_engine("triton", DEVICE), _batch(DEVICE, torch.float32, 0, options, torch.float32)
+    made: list[int] = []
+    original = launch.Launch._fill_static_tables
+    monkeypatch.setattr(
+        launch.Launch, "_fill_static_tables", lambda self, members: made.append(len(members)) or original(self, members)
+    )
+    engine.measure([batch])
+    scales = [Scales(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE))]
+    engine.update([batch], scales, gather=False)
+    assert sum(made) == 3
+    gone = batch.steps.pop()
+    before = gone.param.clone()
+    engine.update([batch], scales, gather=False)
+    assert sum(made) == 5 and torch.equal(gone.param, before)
 
 
 def test_a_skip_that_only_another_rank_knows_of_reaches_the_kernels() -> None:

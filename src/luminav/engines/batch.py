@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ NOT_NULL = 16
 """Stands for the address of an empty tensor, which is null."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TensorStep:
     """One parameter's share of a step: its tensors, all of the parameter's shape, and its noise."""
 
@@ -76,6 +76,8 @@ class Batch:
     """For an engine with numbers of its own: the loss scale, one element on the device."""
     rms_denominator: Tensor | None = field(default=None, repr=False)
     """With buffer=1: FP64, one number per tensor, set between the two measurements."""
+    kept: tuple[list[TensorStep], Any] | None = field(default=None, repr=False)
+    """What an engine keeps from one verb to the next, and for which tensors."""
 
     @property
     def step_numbers(self) -> StepNumbers:

@@ -114,9 +114,13 @@ class TritonEngine:
         return tables if gather else []
 
     def _of(self, batch: Batch) -> list[tuple[Launch, Tensor]]:
-        """A batch's launches, each with the rows of its tensors in the batch."""
-        rows = {id(step): row for row, step in enumerate(batch.steps)}
-        return [
-            (launch, torch.tensor([rows[id(step)] for step in launch.steps_of], device=batch.device))
-            for launch in self.launches([batch])
-        ]
+        """A batch's launches, each with the rows of its tensors in the batch; made once for all verbs of a step."""
+        if batch.kept is None or batch.kept[0] != batch.steps:
+            rows = {id(step): row for row, step in enumerate(batch.steps)}
+            launches = [
+                (launch, torch.tensor([rows[id(step)] for step in launch.steps_of], device=batch.device))
+                for launch in self.launches([batch])
+            ]
+            batch.kept = (list(batch.steps), launches)
+        found: list[tuple[Launch, Tensor]] = batch.kept[1]
+        return found

@@ -14,8 +14,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +38,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from luminav import LuminaV, distributed, plan
 from luminav.cli.demo.model import ByteTransformer, ModelShape
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from train_fsdp2 import start_process_group
+
 Row = tuple[str, float | str, str]
 
 SHAPE = ModelShape(width=192, layers=4, heads=4, context=128)
@@ -56,17 +59,6 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "eos_token_id": 0,
 }  # fmt: skip
-
-
-def start() -> torch.device:
-    """Join the process group: a GPU per process, or the CPU."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device
 
 
 def byte_model(device: torch.device, dtype: torch.dtype, *, sharded: bool) -> ByteTransformer:
@@ -314,7 +306,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model for `speed`")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    device = start()
+    device = start_process_group()
     rows = PARTS[arguments.part](device, arguments)
     if rows and dist.get_rank() == 0:
         append_rows(rows, device, arguments.out)

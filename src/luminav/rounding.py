@@ -263,13 +263,6 @@ def remainder_of(master: Tensor, weight: Tensor) -> Tensor:
     return master.view(torch.int32).sub(widened_bits(weight)).to(torch.int16)
 
 
-def join_master_(widened: Tensor, remainder: Tensor) -> Tensor:
-    """:func:`join_master` of BF16 weights that were widened to FP32, in place; no number comes of those not finite."""
-    below = remainder.clamp_max(0).mul_(widened != 0)  # zero has no remainder below it
-    widened.view(torch.int32).add_(remainder.clamp_min(0)).add_(below)
-    return widened
-
-
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 master of a BF16 weight and its remainder.
 

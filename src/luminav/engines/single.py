@@ -15,7 +15,7 @@ from luminav.rounding import (
     MASTER_CAP_BF16,
     SIXTEEN_BIT,
     Noise,
-    join_master_,
+    join_master,
     largest_finite,
     nearest,
     remainder_of,
@@ -72,11 +72,14 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
 def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
     """A bundle's weights with 0 for non-finite ones, to be overwritten, and which those are; None if there are none."""
     first = batch.steps[0]
-    weight = bundle.copy(_param if first.master_param is None else _master, batch.compute_dtype)
-    nonfinite = None if known_finite(weight) else torch.isfinite(weight).logical_not_()
     if first.master_remainder is not None:
-        weight = join_master_(weight, bundle.load(_remainder, torch.int16))
-    return weight if nonfinite is None else weight.masked_fill_(nonfinite, 0.0), nonfinite
+        weight = join_master(bundle.load(_param, batch.param_dtype), bundle.load(_remainder, torch.int16))
+    else:
+        weight = bundle.copy(_param if first.master_param is None else _master, batch.compute_dtype)
+    if known_finite(weight):
+        return weight, None
+    nonfinite = torch.isfinite(weight).logical_not_()
+    return weight.masked_fill_(nonfinite, 0.0), nonfinite
 
 
 class SingleEngine:

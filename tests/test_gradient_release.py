@@ -164,14 +164,24 @@ def test_what_cannot_be_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="AdamW"):
         luminav.enable_gradient_release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    initial = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = LuminaV(model.parameters())
-    luminav.enable_gradient_release(model, optimizer)
+    handle = luminav.enable_gradient_release(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     loss = model(torch.ones(1, 4)).sum()
     model.weight.grad = torch.ones_like(model.weight)  # a gradient that a scaler can look at
     scaler.scale(loss)
     with pytest.raises(RuntimeError, match="loss scaler"):
         scaler.step(optimizer)
+    assert optimizer.state[model.weight] == {}
+    handle.remove()
+    optimizer.step()  # the scaler has left nothing that would scale it
+    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+    ordinary = nn.Linear(4, 4)
+    ordinary.load_state_dict(initial)
+    ordinary.weight.grad = torch.ones_like(ordinary.weight)
+    LuminaV(ordinary.parameters()).step()
+    assert torch.equal(model.weight, ordinary.weight)
 
 
 def test_state_and_checkpoints_are_as_ever() -> None:

@@ -76,11 +76,6 @@ class Stepper:
         self.warned_nonfinite = False
         self.template = True  # the state may come from an allocation-only step: looked at once, before the next step
 
-    @property
-    def replay(self) -> Replay | None:
-        """The kept launches of a whole step."""
-        return self.replays.get(None)
-
     def step(self, share: Share | None = None) -> None:
         """Take one step; see :meth:`luminav.LuminaV.step`.
 
@@ -119,12 +114,21 @@ class Stepper:
         ``GradScaler`` takes its scale away after a step that returns. Left behind, the next one would multiply the two.
         """
         try:
+            self._check_release()
             return list(self._pending(share))
         except (TypeError, ValueError, RuntimeError):
             if hasattr(self.optimizer, "found_inf"):
                 del self.optimizer.found_inf
                 self.optimizer.__dict__.pop("grad_scale", None)
             raise
+
+    def _check_release(self) -> None:
+        """Refuse a loss scaler under gradient release."""
+        if self.release is not None and any(hasattr(self.optimizer, name) for name in ("grad_scale", "found_inf")):
+            raise RuntimeError(
+                "a loss scaler cannot be combined with gradient release: whether gradients overflowed is known when "
+                "all are there. Train in BF16 without a scaler, or call remove() on the handle."
+            )
 
     def _pending(self, share: Share | None) -> Iterator[Pending]:
         """The parameters that have a gradient, or may have one on another rank, checked."""
@@ -155,11 +159,6 @@ class Stepper:
         """What the loss scaler asks for; None if the host knows that the gradients overflowed."""
         grad_scale = getattr(self.optimizer, "grad_scale", None)
         found_inf = getattr(self.optimizer, "found_inf", None)
-        if self.release is not None and (found_inf is not None or grad_scale is not None):
-            raise RuntimeError(
-                "a loss scaler cannot be combined with gradient release: whether gradients overflowed is known when "
-                "all are there. Train in BF16 without a scaler, or call remove() on the handle."
-            )
         if found_inf is None:
             return Scaling(grad_scale, None)
         # A parameter without kept scales must be known to have stepped, or its next step could not tell whether to

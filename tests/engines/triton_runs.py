@@ -92,7 +92,7 @@ class Race:
     @property
     def replay(self) -> Any:
         """The launches that the next step will repeat, if nothing has changed; None if they are not kept."""
-        return self.optimizer._stepper.replay
+        return self.optimizer._stepper.replays.get(None)
 
     def pairs(self) -> Iterator[tuple[Any, nn.Parameter]]:
         """Each optimizer with each of its parameters."""

@@ -120,6 +120,7 @@ def main() -> None:
         print(f"step {options.steps}: validation loss {loss:.3f}", flush=True)
     if options.checkpoint:
         save(options.checkpoint, model, optimizer, options.steps)
+    dist.barrier()  # gloo aborts a rank whose peers leave while it still talks to them
     dist.destroy_process_group()
 
 

@@ -37,6 +37,8 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "ema_decay": 0.8,
         "seed": 1337,
         "maximize": False,
+        "state_bits": 16,
+        "block_variance": False,
     }
 )
 """The defaults of the rule's specification, written out: a default that changes by accident fails a test."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from luminav import rule
-from luminav.distributed import Domain, Part, check_placements, local, local_grad
+from luminav.blocks import block_shape, in_blocks
+from luminav.distributed import Domain, Part, check_blocks, check_placements, local, local_grad
 from luminav.engines import Batch, Engine, Scales, TensorStep, choose_engine
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.rounding import noise_key
-from luminav.state import KEPT_SCALES, STATE, ParamState
+from luminav.state import KEPT_SCALES, STATE, ParamState, has_block_variance, is_coded
 
 
 @dataclass
@@ -67,6 +68,8 @@ def check_param(param: Tensor, options: Options) -> None:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise TypeError(f"parameters must be one of {supported}, got {param.dtype}.")
     check_placements(param)
+    if is_coded(param, options) or has_block_variance(param, options):
+        check_blocks(param)
     if param.is_inference():
         raise RuntimeError("a parameter that was made in inference mode cannot be trained. Make the model outside it.")
     if param.device.type != "meta":
@@ -113,17 +116,18 @@ def missing_grad(param: Tensor) -> Tensor:
 
 def check_state(param: Tensor, state: ParamState, options: Options) -> None:
     """Refuse a running parameter without a variance (its group went from buffer=1 to 2), or that changed its shape."""
+    shapes = (param.shape, block_shape(param)) if in_blocks(param) else (param.shape,)
     for kind in STATE:
         value = state.get(kind.key)
-        if kind.per_element and value is not None and value.shape != param.shape:
+        if not kind.per_tensor and value is not None and value.shape not in shapes:
             raise ValueError(
                 f"the parameter has shape {tuple(param.shape)}, its state {tuple(value.shape)}. After replacing "
                 "param.data, start its state anew with optimizer.state[param].clear()."
             )
-    if options.buffer == 2 and state and "exp_avg_sq" not in state and int(state["step"]) > 0:
+    if options.has_variance and state and "exp_avg_sq" not in state and int(state["step"]) > 0:
         raise ValueError(
-            "buffer=2 needs a variance, but this parameter has taken its steps so far with buffer=1. Keep buffer=1, or "
-            "start its state anew with optimizer.state[param].clear()."
+            "buffer=2 and block_variance=True need a variance, but this parameter has taken its steps so far with one "
+            "RMS per tensor. Keep buffer=1, or start its state anew with optimizer.state[param].clear()."
         )
 
 
@@ -181,6 +185,9 @@ def tensor_step(item: Pending, step: int | Tensor | None) -> TensorStep:
         jumps=layout.jumps,
         index=item.index,
         step=state["step"],
+        exp_avg_scale=kept("exp_avg_scale"),
+        exp_avg_sq_scale=kept("exp_avg_sq_scale"),
+        block_variance=has_block_variance(item.param, item.options),
         kept_scales=(state["cautious_scale"], state["bound_scale"])
         if all(key in state for key in KEPT_SCALES)
         else None,
@@ -246,7 +253,8 @@ def sort_into_works(pending: Iterable[Pending], scaling: Scaling, *, sharded: bo
         early = known and not item.missing and scaling.overflow is None
         on_device = numbers_on_device(item, scaling)
         step = _next_step(item, on_device)
-        alike = (known, early, item.part.domain, item.missing, item.group, item.param.device, item.param.dtype)
+        forms = (is_coded(item.param, item.options), has_block_variance(item.param, item.options))
+        alike = (known, early, item.part.domain, item.missing, item.group, item.param.device, item.param.dtype, *forms)
         key = (*alike, item.engine.name, item.index if isinstance(step, Tensor) else step)
         work = sorted_in.get(key)
         if work is None:
@@ -305,13 +313,13 @@ def by_engine(works: Sequence[Work]) -> Iterator[tuple[Engine, list[Work], list[
 
 
 def measure_lookahead(works: Sequence[Work], domains: Sequence[Domain]) -> None:
-    """With buffer=1, the first of two measurements: it gives every tensor the denominator of its direction."""
-    single = [work for work in works if work.batch.options.buffer == 1]
+    """Without a variance, the first of two measurements: it gives every tensor the denominator of its direction."""
+    single = [work for work in works if not work.batch.options.has_variance]
     for engine, own, batches in by_engine(single):
         for work, table in zip(own, engine.measure_lookahead(batches), strict=True):
             work.sums = table
     for domain in domains:
-        if domain.has_single_buffer:
+        if domain.needs_rms:
             add_up(domain, [work for work in single if work.domain is domain], num_sums=2)
     for work in single:
         lookahead_sq, numel = work.sums[:, 0], work.sums[:, 1]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from luminav.blocks import BLOCK
 from luminav.layout import Layout, held_indices, sharded_dim
 
 if TYPE_CHECKING:
@@ -112,6 +113,36 @@ def check_placements(param: Tensor) -> None:
         )
 
 
+def check_blocks(param: Tensor) -> None:
+    """Refuse a DTensor whose placements cut a block that state is kept in: ValueError.
+
+    Rows are not cut by Shard(0). Shard(1) may cut them between blocks.
+    """
+    if not is_dtensor(param):
+        return
+    owner: Any = param
+    inner = math.prod(param.shape[2:])
+    for mesh_dim, placement in enumerate(owner.placements):
+        dim = sharded_dim(placement)
+        if dim in (None, 0):
+            continue
+        size = owner.device_mesh.size(mesh_dim)
+        chunk, blocks = -(-param.shape[1] // size) * inner, -(-param.shape[1] * inner // BLOCK // size)
+        once = [sharded_dim(p) for p in owner.placements].count(1) == 1
+        if dim != 1 or not once or chunk != blocks * BLOCK:
+            raise ValueError(
+                f"state_bits=8 and block_variance=True keep state for every {BLOCK} elements of a row, but a parameter "
+                f"of shape {tuple(param.shape)} with placements {tuple(owner.placements)} has shards that begin inside "
+                f"such a block. Shard rows (dimension 0), or columns in multiples of {BLOCK}; or give this parameter "
+                "a group without these options."
+            )
+
+
+def needs_rms(group: Group) -> bool:
+    """Whether a group's parameters need the RMS over whole tensors before their directions are known."""
+    return group["buffer"] == 1 and not group["block_variance"]
+
+
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,14 +157,14 @@ class Domain:
     """Group ranks in the order of the shards; sums are added in this order."""
     numels: list[int] = field(default_factory=list)
     """Number of elements of each of its parameters, in the optimizer's order: its slots."""
-    has_single_buffer: bool = False
-    """Whether a parameter has ``buffer=1``: a step then takes two collectives."""
+    needs_rms: bool = False
+    """Whether a parameter has one RMS in place of a variance: a step then takes two collectives."""
     _indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def add_slot(self, numel: int, buffer: int) -> int:
+    def add_slot(self, numel: int, needs_rms: bool) -> int:
         """Make room for a parameter in the message; the same on every rank."""
         self.numels.append(numel)
-        self.has_single_buffer |= buffer == 1
+        self.needs_rms |= needs_rms
         return len(self.numels) - 1
 
     def total(self, rows: Tensor, slots: Sequence[int], extra: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,12 +254,12 @@ class Plan:
         position = 0  # among the plain ones
         for param in params:
             if is_dtensor(param):
-                self._place_dtensor(param, group["buffer"])
+                self._place_dtensor(param, needs_rms(group))
             elif shards is not None:
-                self._place_shard(param, shards, position, group["buffer"])
+                self._place_shard(param, shards, position, needs_rms(group))
                 position += 1
 
-    def _place_dtensor(self, param: Any, buffer: int) -> None:
+    def _place_dtensor(self, param: Any, rms: bool) -> None:
         mesh, placements = param.device_mesh, param.placements
         if mesh.get_coordinate() is None:  # not a rank of the mesh
             return
@@ -240,7 +271,7 @@ class Plan:
                 f"shape {expected} on this rank, got {actual}."
             )
         domain = self._mesh_domain(mesh, placements)
-        slot = 0 if domain is None else domain.add_slot(param.numel(), buffer)
+        slot = 0 if domain is None else domain.add_slot(param.numel(), rms)
         self.parts[param] = Part(Layout.of(param.shape, held), domain, slot)
 
     def _mesh_domain(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> Domain | None:
@@ -260,14 +291,14 @@ class Plan:
             group = self._group_of(ranks, dist.get_backend_config(group))
         return self._new_domain(group, torch.device(mesh.device_type), ranks)
 
-    def _place_shard(self, param: Tensor | None, shards: _Shards, position: int, buffer: int) -> None:
+    def _place_shard(self, param: Tensor | None, shards: _Shards, position: int, rms: bool) -> None:
         if len(shards.ranks) == 1:
             return
         numels = shards.numels[position]
         domain = self._domain_of(shards.ranks)
         if domain is None:
             domain = self._new_domain(shards.process_group, shards.device, shards.ranks)
-        slot = domain.add_slot(sum(numels), buffer)
+        slot = domain.add_slot(sum(numels), rms)
         if param is not None:
             rank = dist.get_rank(shards.process_group)
             self.parts[param] = Part(Layout(sum(numels[:rank])), domain, slot)
@@ -330,7 +361,8 @@ class Sharding:
             RuntimeError: A DTensor's local elements are not those its placements say.
         """
         key = tuple(
-            (group["fsdp_sync"], group["process_group"], group["buffer"], *map(id, group["params"])) for group in groups
+            (group["fsdp_sync"], group["process_group"], needs_rms(group), *map(id, group["params"]))
+            for group in groups
         )
         if key not in self._plans:
             if len(self._plans) >= MAX_PLANS:

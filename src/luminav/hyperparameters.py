@@ -166,7 +166,7 @@ class Options:
         'moments in FP32 too. False is "none", True and "fp32" are "full", "half" and "hybrid" are "semi".',
     )
     fused_single_pass: bool = _option(
-        False, _flag, "One pass over memory with the scales of earlier steps (buffer=2 only)."
+        False, _flag, "One pass over memory with the scales of earlier steps; needs a variance."
     )
     ema_decay: float = _option(
         0.8,
@@ -196,6 +196,17 @@ class Options:
         "Keep the FP32 master of a BF16 weight as the weight and a 16-bit remainder: the same bits in half the memory.",
         process=True,
     )
+    state_bits: int = _option(
+        16,
+        _one_of(8, 16),
+        "8 keeps the moments of matrices in 8-bit codes with a power of two for every 64 elements; 16 in the "
+        'parameter\'s dtype, or FP32 with master_weights="full".',
+    )
+    block_variance: bool = _option(
+        False,
+        _flag,
+        "With buffer=1: keep one centred variance for every 64 elements of a matrix, in place of one RMS per tensor.",
+    )
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> Options:
@@ -212,12 +223,37 @@ class Options:
             TypeError: A value has the wrong type.
         """
         options = cls(**{name: f.metadata["check"](name, group.get(name, f.default)) for name, f in _FIELDS.items()})
-        if options.buffer == 1 and options.fused_single_pass:
+        options._refuse_contradictions()
+        return options
+
+    @property
+    def has_variance(self) -> bool:
+        """Whether there is a variance, for every element or for every block of a matrix."""
+        return self.buffer == 2 or self.block_variance
+
+    def _refuse_contradictions(self) -> None:
+        """Raise ValueError for options that exclude each other."""
+        if self.fused_single_pass and not self.has_variance:
             raise ValueError(
                 "buffer=1 cannot be combined with fused_single_pass=True: the single buffer needs the tensor's RMS "
-                "before any weight moves. Use buffer=2, or fused_single_pass=False."
+                "before any weight moves. Use buffer=2, block_variance=True, or fused_single_pass=False."
             )
-        return options
+        if self.block_variance and self.buffer == 2:
+            raise ValueError(
+                "block_variance=True needs buffer=1: with buffer=2 every element has a variance of its own. Leave one "
+                "of the two out."
+            )
+        if self.state_bits == 8 and self.master_weights == "full":
+            raise ValueError(
+                'state_bits=8 cannot be combined with master_weights="full", which keeps the moments in FP32. Use '
+                'master_weights="semi" for an FP32 master weight beside 8-bit moments.'
+            )
+        if self.fsdp_sync and (self.state_bits == 8 or self.block_variance):
+            name = "state_bits=8" if self.state_bits == 8 else "block_variance=True"
+            raise ValueError(
+                f"{name} cannot be combined with fsdp_sync=True: a plain shard does not tell where its rows begin. Use "
+                "fully_shard (FSDP2), whose parameters are DTensors."
+            )
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class LuminaV(Optimizer):
         bound_ratio: Size ρ of the bound.
         master_weights: "none", "semi" (FP32 master weight) or "full" (FP32 moments too); False is "none", True and
             "fp32" are "full", "half" and "hybrid" are "semi". FP32 and FP64 parameters are their own master.
-        fused_single_pass: One pass over memory with scales kept from earlier steps; needs ``buffer=2``.
+        fused_single_pass: One pass over memory with scales kept from earlier steps; needs a variance: ``buffer=2`` or
+            ``block_variance=True``.
         ema_decay: Memory κ of the kept scales, in [0, 1).
         fsdp_sync: The parameters are plain shards whose sums are taken over the process group.
         execution: Engine: "auto", "triton", "foreach" or "single".
@@ -76,15 +77,21 @@ class LuminaV(Optimizer):
         process_group: Process group of the plain shards.
         split_master_weights: Keep the FP32 master of a BF16 weight as the weight itself and a 16-bit remainder, to the
             same bits in half the memory. False keeps a whole ``master_param``.
+        state_bits: 8 keeps the moments of matrices in 8-bit codes, with a power of two for every 64 elements of a row;
+            vectors, matrices of fewer than 4096 elements and rows that are no multiple of 64 keep 16. Default 16: the
+            parameter's dtype.
+        block_variance: With ``buffer=1``: keep one FP32 variance for every 64 elements of a row, in place of one RMS
+            per tensor; where ``state_bits=8`` would keep 16 bits, a variance for each element. Default False.
 
     Raises:
-        ValueError: An option is out of range, or ``buffer=1`` is combined with ``fused_single_pass=True``.
+        ValueError: An option is out of range, or two exclude each other.
         TypeError: An option or a parameter has the wrong type; complex parameters are not supported.
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
-    ``exp_avg``, ``exp_avg_sq`` (buffer=2), in "semi" and "full" ``master_remainder`` (int16, BF16 parameters) or
-    ``master_param`` (FP32, FP16 ones), and in one-pass mode ``cautious_scale`` and ``bound_scale``.
+    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_scale`` and ``exp_avg_sq_scale`` (8-bit codes), in "semi"
+    and "full" ``master_remainder`` (int16, BF16 parameters) or ``master_param`` (FP32, FP16 ones), and in one-pass mode
+    ``cautious_scale`` and ``bound_scale``.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf around step()
@@ -115,6 +122,8 @@ class LuminaV(Optimizer):
         capturable: bool = False,
         process_group: Any = None,
         split_master_weights: bool = True,
+        state_bits: int = 16,
+        block_variance: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         options = Options.from_group(given)

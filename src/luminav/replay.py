@@ -287,5 +287,4 @@ def _on_device(scaling: Scaling, device: torch.device) -> dict[str, Tensor | Non
 
 
 def _tensors(step: TensorStep) -> list[Tensor]:
-    kept = (step.param, step.exp_avg, step.exp_avg_sq, step.master_param, step.master_remainder)
-    return [tensor for tensor in kept if tensor is not None]
+    return [tensor for tensor in step.kept if tensor is not None]

@@ -107,10 +107,17 @@ def lookahead_(grad_share: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> Ten
     return grad_share.add_(exp_avg, alpha=numbers.beta1)
 
 
-def variance_(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
-    """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`."""
-    innovation = (grad - exp_avg).mul_(numbers.root_one_minus_beta2)
-    return exp_avg_sq.mul_(numbers.beta2).add_(innovation.square_()).clamp_max_(largest)
+def variance_(
+    exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float, share: int = 1
+) -> Tensor:
+    """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`.
+
+    With `share` above 1 so many consecutive elements have one v, that of the mean of their squares.
+    """
+    innovation_sq = (grad - exp_avg).mul_(numbers.root_one_minus_beta2).square_()
+    if share > 1:
+        innovation_sq = innovation_sq.view(-1, share).mean(1)
+    return exp_avg_sq.mul_(numbers.beta2).add_(innovation_sq).clamp_max_(largest)
 
 
 # ---- direction and gate --------------------------------------------------------------------------------------------
@@ -165,6 +172,7 @@ def direction_(
     options: Options,
     *,
     largest: float,
+    share: int = 1,
     rms_denominator: Scalar | None = None,
 ) -> Direction:
     """Sections gradient to gate in one: the new moments, unrounded, and the gated direction.
@@ -172,11 +180,12 @@ def direction_(
     Args:
         grad: The clean gradient.
         exp_avg: Momentum before the step.
-        exp_avg_sq: Variance before the step; None with buffer=1.
+        exp_avg_sq: Variance before the step; None where one RMS per tensor takes its place.
         numbers: The step's numbers.
         options: The group's options.
         largest: Where the variance saturates: the largest finite value of its storage dtype.
-        rms_denominator: With buffer=1, :func:`single_denominator` of the tensor.
+        share: How many consecutive elements have one variance.
+        rms_denominator: Without a variance, :func:`single_denominator` of the tensor.
     """
     grad_share = grad * numbers.one_minus_beta1
     exp_avg = momentum_(exp_avg, grad_share, numbers)
@@ -185,8 +194,9 @@ def direction_(
         assert rms_denominator is not None
         u = single_direction(ahead, rms_denominator, options.alpha_ss)
     else:
-        exp_avg_sq = variance_(exp_avg_sq, exp_avg, grad, numbers, largest)
-        u = dual_direction(ahead, exp_avg_sq, numbers)
+        exp_avg_sq = variance_(exp_avg_sq, exp_avg, grad, numbers, largest, share)
+        spread = exp_avg_sq if share == 1 else exp_avg_sq.repeat_interleave(share)
+        u = dual_direction(ahead, spread, numbers)
     keep = cautious_mask_(ahead, grad) if options.cautious else None
     return Direction(exp_avg, exp_avg_sq, keep, u if keep is None else u.mul_(keep))
 

@@ -6,6 +6,7 @@ it. Everything in it reaches a checkpoint, and nothing else does.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, block_shape, decode, encode, in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
@@ -37,9 +39,31 @@ def is_split(param: Tensor, options: Options) -> bool:
     return split and has_master(param, options) and param.dtype == torch.bfloat16
 
 
+def is_coded(param: Tensor, options: Options) -> bool:
+    """Whether the moments are kept in 8-bit codes."""
+    return options.state_bits == 8 and param.dtype != torch.float64 and in_blocks(param)
+
+
+def has_block_variance(param: Tensor, options: Options) -> bool:
+    """Whether there is one variance for each block, not for each element."""
+    return options.block_variance and in_blocks(param)
+
+
 def moment_dtype(param: Tensor, options: Options) -> torch.dtype:
-    """Storage dtype of exp_avg and exp_avg_sq."""
+    """Storage dtype of a moment that is kept per element, without codes."""
     return torch.float32 if options.master_weights == "full" and param.dtype in SIXTEEN_BIT else param.dtype
+
+
+def exp_avg_dtype(param: Tensor, options: Options) -> torch.dtype:
+    """Storage dtype of exp_avg."""
+    return torch.uint8 if is_coded(param, options) else moment_dtype(param, options)
+
+
+def exp_avg_sq_dtype(param: Tensor, options: Options) -> torch.dtype:
+    """Storage dtype of exp_avg_sq."""
+    if has_block_variance(param, options):
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+    return exp_avg_dtype(param, options)
 
 
 @dataclass(frozen=True)
@@ -53,12 +77,35 @@ class StateTensor:
     dtype: Callable[[Tensor, Options], torch.dtype]
     start: Callable[[Tensor, torch.dtype], Tensor] | None
     """Its first value; None if the first exact step makes it."""
-    per_element: bool = True
-    """Shaped like the parameter; otherwise 0-dim."""
+    per_tensor: bool = False
+    """0-dim; otherwise shaped like the parameter, or one element per block."""
+    per_block: Callable[[Tensor, Options], bool] = lambda param, options: False
+    """Whether there is one element per block."""
+
+    def first(self, param: Tensor, options: Options) -> Tensor:
+        """Its first value, or zeros where the first exact step makes that."""
+        dtype = self.dtype(param, options)
+        if self.start is None:
+            return torch.zeros((), dtype=dtype, device="cpu")
+        return _zeros_per_block(param, dtype) if self.per_block(param, options) else self.start(param, dtype)
 
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    form = torch.contiguous_format if dtype == torch.uint8 else torch.preserve_format  # codes lie block by block
+    return torch.zeros_like(param, dtype=dtype, memory_format=form)
+
+
+def _zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, one per block, sharded as the parameter is."""
+    held, shape = local(param.detach()), block_shape(param)
+    if not is_dtensor(param):
+        return torch.zeros(shape, dtype=dtype, device=held.device)
+    row = held.numel() // held.shape[0] if held.numel() else 0
+    owner: Any = param
+    zeros = torch.zeros(held.shape[0], row // BLOCK, dtype=dtype, device=held.device)
+    return type(owner).from_local(
+        zeros, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+    )
 
 
 def _copy_of_weight(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -72,17 +119,34 @@ STATE: tuple[StateTensor, ...] = (
         wanted=lambda param, options: True,
         dtype=lambda param, options: torch.int64,
         start=lambda param, dtype: torch.zeros((), dtype=dtype, device="cpu"),
-        per_element=False,
+        per_tensor=True,
     ),
     StateTensor(
-        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=moment_dtype, start=_zeros
+        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=exp_avg_dtype, start=_zeros
+    ),
+    StateTensor(
+        "exp_avg_scale",
+        "exponents of the scales of exp_avg's 8-bit codes, uint8",
+        wanted=is_coded,
+        dtype=lambda param, options: torch.uint8,
+        start=_zeros,
+        per_block=is_coded,
     ),
     StateTensor(
         "exp_avg_sq",
         "variance v of grad − exp_avg",
-        wanted=lambda param, options: options.buffer == 2,
-        dtype=moment_dtype,
+        wanted=lambda param, options: options.has_variance,
+        dtype=exp_avg_sq_dtype,
         start=_zeros,
+        per_block=has_block_variance,
+    ),
+    StateTensor(
+        "exp_avg_sq_scale",
+        "exponents of the scales of exp_avg_sq's 8-bit codes, uint8",
+        wanted=lambda param, options: options.buffer == 2 and is_coded(param, options),
+        dtype=lambda param, options: torch.uint8,
+        start=_zeros,
+        per_block=is_coded,
     ),
     StateTensor(
         "master_param",
@@ -104,7 +168,7 @@ STATE: tuple[StateTensor, ...] = (
         wanted=lambda param, options: options.fused_single_pass,
         dtype=lambda param, options: torch.float32,
         start=None,
-        per_element=False,
+        per_tensor=True,
     ),
     StateTensor(
         "bound_scale",
@@ -112,17 +176,19 @@ STATE: tuple[StateTensor, ...] = (
         wanted=lambda param, options: options.fused_single_pass,
         dtype=lambda param, options: torch.float32,
         start=None,
-        per_element=False,
+        per_tensor=True,
     ),
 )  # fmt: skip
 
 
 def elementwise(state: ParamState) -> list[Tensor]:
-    """What there is of a parameter's state that is shaped like it, local tensors."""
-    return [local(state[kind.key]) for kind in STATE if kind.per_element and state.get(kind.key) is not None]
+    """What there is of a parameter's state but single numbers, local tensors."""
+    return [local(state[kind.key]) for kind in STATE if not kind.per_tensor and state.get(kind.key) is not None]
 
 
 KEPT_SCALES = ("cautious_scale", "bound_scale")
+MOMENTS = (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP))
+"""Keys of the moments, and the tops of their codes."""
 MASTER_FORMS = ("master_param", "master_remainder")
 STEP_LIMIT = 2**63
 
@@ -144,6 +210,7 @@ def conform(
             :func:`drop_template` takes those zeros away again.
     """
     reform_master(state, param, options)
+    reform_moments(state, param, options)
     for kind in STATE:
         if not kind.wanted(param, options):
             state.pop(kind.key, None)
@@ -153,7 +220,7 @@ def conform(
         if value is None:
             if kind.start is None and not template:
                 continue
-            value = torch.zeros((), dtype=dtype, device="cpu") if kind.start is None else kind.start(param, dtype)
+            value = kind.first(param, options)
         if not isinstance(value, Tensor):  # a step count set by hand
             value = torch.tensor(value, device="cpu")
         on_cpu = kind.key == "step" and not step_on_device
@@ -183,6 +250,39 @@ def reform_master(state: ParamState, param: Tensor, options: Options) -> None:
         remainder = state.pop("master_remainder")
         if param.dtype == torch.bfloat16:
             state["master_param"] = joined(param, remainder)
+
+
+def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
+    """Turn moments from 8-bit codes, or from one number per block, into the form that these options keep, or back.
+
+    Codes are rounded to nearest here; a block's number is the mean of its elements.
+    """
+    kinds = {kind.key: kind for kind in STATE}
+    for key, top in MOMENTS:
+        value, kind = state.get(key), kinds[key]
+        if not isinstance(value, Tensor) or not kind.wanted(param, options):
+            continue
+        coded = kind.dtype(param, options) == torch.uint8
+        per_block = kind.per_block(param, options)
+        if (value.dtype == torch.uint8, value.shape) == (coded, block_shape(param) if per_block else param.shape):
+            continue
+        held = local(value).to(param.device)
+        if value.dtype == torch.uint8:
+            scales = local(state.pop(f"{key}_scale")).to(param.device)
+            dense = decode(held.reshape(-1, BLOCK), scales.view(-1), top)
+        elif value.shape == param.shape:
+            dense = held.reshape(-1, BLOCK).to(torch.float32)
+        else:
+            dense = held.reshape(-1, 1).expand(-1, BLOCK).to(torch.float32)
+        state[key] = fresh = kind.first(param, options)
+        if coded:
+            codes, scales = encode(dense.clamp(-LARGEST_CODED, LARGEST_CODED), top, None)
+            state[f"{key}_scale"] = kinds[f"{key}_scale"].first(param, options)
+            local(state[f"{key}_scale"]).view(-1).copy_(scales)
+            dense = codes
+        elif per_block:
+            dense = dense.mean(1)
+        local(fresh).copy_(saturated(dense, fresh.dtype).view(local(fresh).shape))
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
@@ -328,7 +428,9 @@ def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int)
     for name, option in OPTIONS.items():
         if option.process or name not in group:
             group[name] = current.get(name, option.default)
-    if group["buffer"] == 1 and group["fused_single_pass"]:
+    if "block_variance" not in saved:
+        group["block_variance"] = False  # an older file
+    if group["buffer"] == 1 and group["fused_single_pass"] and not group["block_variance"]:
         group["fused_single_pass"] = False
         logger.warning(
             "param_groups[%d]: buffer=1 has no one-pass mode; the loaded group continues in exact mode.", number
@@ -387,29 +489,39 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
             continue
         if value is None:
             if kind.key in ("exp_avg", "exp_avg_sq"):
-                raise ValueError(f"{where} has no {kind.key!r}, which buffer={options.buffer} needs.")
+                needs = f"buffer={options.buffer}" + (" with block_variance=True" if options.block_variance else "")
+                raise ValueError(f"{where} has no {kind.key!r}, which {needs} needs.")
             continue  # conform() makes a missing master; a missing pair means an exact step
-        state[kind.key] = _private_copy(value, param, kind, kind.dtype(param, options), where)
+        dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
+        if dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
+            # Written with other state_bits, which conform() sees to.
+            dtype, empty = moment_dtype(param, options), functools.partial(_zeros, param, moment_dtype(param, options))
+        elif dtype == torch.uint8 and kind.key in ("exp_avg", "exp_avg_sq") and f"{kind.key}_scale" not in entry:
+            raise ValueError(f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by.")
+        state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
     return state
 
 
-def _private_copy(value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str) -> Tensor:
+def _private_copy(
+    value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str, empty: Callable[[], Tensor]
+) -> Tensor:
     if not isinstance(value, Tensor) or value.is_floating_point() != dtype.is_floating_point:
         got = value.dtype if isinstance(value, Tensor) else type(value).__name__
         wanted = "a floating-point" if dtype.is_floating_point else "an integer"
         raise ValueError(f"{where}: {kind.key!r} must be {wanted} tensor, got {got}.")
-    shape = param.shape if kind.per_element else torch.Size()
-    if value.shape != shape and (kind.per_element or value.numel() != 1):
+    target = None if kind.per_tensor else empty()
+    shape = torch.Size() if target is None else target.shape
+    if value.shape != shape and (target is not None or value.numel() != 1):
         raise ValueError(
             f"{where}: {kind.key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}. "
             "Is the file from another model, or are the parameters in another order?"
         )
     value = saturated(value.detach(), dtype)
-    if dtype == torch.int16 and bool((value.to(torch.int32).to(torch.int16) != value).any()):
-        raise ValueError(f"{where}: {kind.key!r} must be within 16 bits. Is the file damaged?")
-    if not kind.per_element:
+    if not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
+        raise ValueError(f"{where}: {kind.key!r} must be within {dtype.itemsize * 8} bits. Is the file damaged?")
+    if target is None:
         return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
-    return torch.empty_like(param, dtype=dtype, memory_format=torch.preserve_format).copy_(placed_like(value, param))
+    return target.copy_(placed_like(value, target))
 
 
 def _step_count(step: Any, where: str) -> int:

@@ -30,6 +30,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEMI: dict[str, Any] = {"master_weights": "semi"}
 COORDINATE: dict[str, Any] = {"bound_type": "coordinate"}
 UNGATED_NEAREST: dict[str, Any] = {"cautious": False, "stochastic_rounding": False}
+EIGHT_BIT: dict[str, Any] = {"state_bits": 8}
+BLOCK_VARIANCE: dict[str, Any] = {"buffer": 1, "block_variance": True}
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 # (name, dtype of the parameter, one-pass, options, numel, scaled). Every dtype, master, buffer, gate, bound and
@@ -47,6 +49,13 @@ PLANS: tuple[tuple[str, torch.dtype, bool, dict[str, Any], int, bool], ...] = (
     ("fp32 one-pass unaligned", FP32, True, {}, 37, False),
     ("fp16 exact", FP16, False, {}, 64, False),
     ("bf16 ungated coordinate nearest scaled unaligned", BF16, True, UNGATED_NEAREST | COORDINATE, 37, True),
+    ("bf16 8-bit one-pass", BF16, True, EIGHT_BIT, 4096, False),
+    ("bf16 8-bit exact", BF16, False, EIGHT_BIT, 4096, False),
+    ("bf16 8-bit single", BF16, False, EIGHT_BIT | {"buffer": 1}, 4096, False),
+    ("fp32 8-bit nearest one-pass", FP32, True, EIGHT_BIT | {"stochastic_rounding": False}, 4096, False),
+    ("bf16 block variance one-pass", BF16, True, BLOCK_VARIANCE, 4096, False),
+    ("bf16 8-bit block variance one-pass", BF16, True, EIGHT_BIT | BLOCK_VARIANCE, 4096, False),
+    ("fp16 semi 8-bit block variance exact", FP16, False, SEMI | EIGHT_BIT | BLOCK_VARIANCE, 4096, False),
 )  # fmt: skip
 FOR_EVERY_TARGET = 4
 
@@ -74,20 +83,28 @@ def calls_of(plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], bac
     moment = FP32 if options.master_weights == "full" else dtype
     master = options.master_weights != "none" and dtype != FP32
     split = master and options.split_master_weights and dtype == BF16
-    storage = iter(torch.zeros(5, 64, dtype=torch.float64))  # rows are aligned
-    new = [next(storage).view(t)[:numel] for t in (dtype, dtype, moment, moment, torch.int16 if split else FP32)]
+    coded, shared = options.state_bits == 8, options.block_variance
+    moment = torch.uint8 if coded else moment
+    blocks = numel // 64
+
+    def new(dtype: torch.dtype, wanted: bool = True, numel: int = numel) -> torch.Tensor | None:
+        return torch.zeros(numel, dtype=dtype) if wanted else None
+
     step = TensorStep(
-        new[0],
-        new[1],
-        new[2],
-        new[3] if options.buffer == 2 else None,
-        new[4] if master and not split else None,
-        None,
+        param=torch.zeros(numel, dtype=dtype),
+        grad=torch.zeros(numel, dtype=dtype),
+        exp_avg=torch.zeros(numel, dtype=moment),
+        exp_avg_sq=new(FP32, numel=blocks) if shared else new(moment, options.buffer == 2),
+        master_param=new(FP32, master and not split),
+        noise_key=None,
         step=torch.tensor(0),
-        master_remainder=new[4] if split else None,
+        master_remainder=new(torch.int16, split),
+        exp_avg_scale=new(torch.uint8, coded, blocks),
+        exp_avg_sq_scale=new(torch.uint8, coded and options.buffer == 2, blocks),
+        block_variance=shared,
     )
     kind = launch.Kind.of(step, options)
-    assert kind.aligned == (numel == 64)
+    assert kind.aligned == (numel % 64 == 0)
     recorder = Recorder(kind, [(Batch(options, None, [step]), step)], math_of(backend, dtype, master))
     recorder.device = torch.device("cuda" if backend == "cuda" else "cpu")  # decides about NVIDIA's launch options
     recorder.calls = []

@@ -25,7 +25,7 @@ NOT_NULL = 16
 
 @dataclass(eq=False)
 class TensorStep:
-    """One parameter's share of a step: its tensors, all of the parameter's shape, and its noise."""
+    """One parameter's share of a step: its tensors, of the parameter's shape where nothing else is said, and its noise."""
 
     param: Tensor
     grad: Tensor | None
@@ -49,12 +49,29 @@ class TensorStep:
     """One-pass mode's kept c and s, 0-dim FP32."""
     master_remainder: Tensor | None = None
     """What a BF16 parameter lacks of its FP32 master weight, int16."""
+    exp_avg_scale: Tensor | None = None
+    """Where exp_avg holds 8-bit codes: their scales, shaped like :func:`luminav.blocks.block_shape` of the parameter."""
+    exp_avg_sq_scale: Tensor | None = None
+    """Likewise for exp_avg_sq."""
+    block_variance: bool = False
+    """Whether exp_avg_sq has one element per block."""
 
     @property
     def present_grad(self) -> Tensor:
         """The gradient, which a step that is not yet taken has."""
         assert self.grad is not None
         return self.grad
+
+    @property
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """The parameter and all of its state but single numbers, where there is such state."""
+        masters, scales = (self.master_param, self.master_remainder), (self.exp_avg_scale, self.exp_avg_sq_scale)
+        return (self.param, self.exp_avg, self.exp_avg_sq, *masters, *scales)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether any of the state is kept in blocks, so that rows must not be cut."""
+        return self.block_variance or self.exp_avg_scale is not None
 
     @property
     def has_master(self) -> bool:

@@ -117,35 +117,39 @@ class Bundle:
         """The pieces of one kind of tensor, as views of it."""
         return [present(of(step))[piece.index] for step, piece in zip(self._steps, self.pieces, strict=True)]
 
+    # Where `share` is given, the tensors have one element for so many of the parameter.
+
     def load(self, of: Select, dtype: torch.dtype) -> Tensor:
         """The pieces as one flat tensor of `dtype`; it may alias the original, so it is never written to."""
         flat = [view.reshape(-1) for view in self.views(of)]
         return (flat[0] if len(flat) == 1 else torch.cat(flat)).to(dtype)
 
-    def copy(self, of: Select, dtype: torch.dtype) -> Tensor:
+    def copy(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
         """The pieces as one flat tensor of `dtype`, to be overwritten: a buffer that the next bundle gets as well."""
-        flat = self._workspace.take(of, sum(self.sizes), dtype)
+        flat = self._workspace.take(of, sum(self.sizes) // share, dtype)
         views = self.views(of)
         if len(views) == 1:
             flat.view(views[0].shape).copy_(views[0])
             return flat
-        parts = [part.view(view.shape) for part, view in zip(self.split(flat), views, strict=True)]
+        parts = [part.view(view.shape) for part, view in zip(self.split(flat, share), views, strict=True)]
         torch._foreach_copy_(parts, views)
         return flat
 
-    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None) -> None:
+    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, share: int = 1) -> None:
         """Write a flat tensor back into the pieces, converting to their dtype; nothing where `unless` is True."""
         views = self.views(of)
-        values = [value.view(view.shape) for view, value in zip(views, self.split(flat), strict=True)]
+        values = [value.view(view.shape) for view, value in zip(views, self.split(flat, share), strict=True)]
         if unless is not None:
             values = [
                 torch.where(unless, view, value.to(view.dtype)) for view, value in zip(views, values, strict=True)
             ]
         torch._foreach_copy_(views, values)
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
+    def split(self, flat: Tensor, share: int = 1) -> Sequence[Tensor]:
         """The flat buffer's part of each piece."""
-        return (flat,) if len(self.sizes) == 1 else flat.split(self.sizes)
+        if len(self.sizes) == 1:
+            return (flat,)
+        return flat.split(self.sizes if share == 1 else [size // share for size in self.sizes])
 
     def spread(self, per_tensor: Tensor, dtype: torch.dtype) -> Scalar:
         """One number per tensor as a factor for the flat buffer: a scalar, or one value per element.
@@ -234,6 +238,8 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
     """
     if not steps:
         return
+    if steps[0].in_blocks:  # rows stay whole, and with them their blocks
+        limit = max(limit, *(step.param.numel() // max(1, step.param.shape[0]) for step in steps))
     workspace = Workspace(min(limit, sum(step.param.numel() for step in steps)), steps[0].param.device)
     waiting: list[Piece] = []
     held = 0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from luminav import rule
+from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, decode, encode
 from luminav.engines.batch import Batch, Scales, TensorStep
 from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
 from luminav.rounding import (
@@ -40,12 +42,48 @@ def _exp_avg_sq(step: TensorStep) -> Tensor | None:
     return step.exp_avg_sq
 
 
+def _exp_avg_scale(step: TensorStep) -> Tensor | None:
+    return step.exp_avg_scale
+
+
+def _exp_avg_sq_scale(step: TensorStep) -> Tensor | None:
+    return step.exp_avg_sq_scale
+
+
 def _master(step: TensorStep) -> Tensor | None:
     return step.master_param
 
 
 def _remainder(step: TensorStep) -> Tensor | None:
     return step.master_remainder
+
+
+ROUNDED = (*SIXTEEN_BIT, torch.uint8)
+"""The storage dtypes that are rounded to."""
+
+
+class Moment(NamedTuple):
+    """A moment, and how its 8-bit codes are read where it has them."""
+
+    of: Select
+    scale_of: Select
+    top: int
+
+    def in_codes(self, batch: Batch) -> bool:
+        """Whether a batch keeps it in 8-bit codes."""
+        return self.scale_of(batch.steps[0]) is not None
+
+    def share(self, batch: Batch) -> int:
+        """How many elements of the parameter share one of it."""
+        return BLOCK if self is EXP_AVG_SQ and batch.steps[0].block_variance else 1
+
+    def largest(self, batch: Batch) -> float:
+        """To what it saturates."""
+        return LARGEST_CODED if self.in_codes(batch) else largest_finite(present(self.of(batch.steps[0])).dtype)
+
+
+EXP_AVG = Moment(_exp_avg, _exp_avg_scale, EXP_AVG_TOP)
+EXP_AVG_SQ = Moment(_exp_avg_sq, _exp_avg_sq_scale, EXP_AVG_SQ_TOP)
 
 
 def known_finite(flat: Tensor) -> bool:
@@ -67,6 +105,14 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
     if nonfinite is None and not isinstance(scale, Tensor) and scale == 1.0:
         return grad, None
     return rule.clean_grad_(grad, batch.step_numbers), nonfinite
+
+
+def load_moment(batch: Batch, bundle: Bundle, moment: Moment) -> Tensor:
+    """A bundle's moment, to be overwritten."""
+    if moment.in_codes(batch):
+        codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8)
+        return decode(codes.view(-1, BLOCK), scales, moment.top).view(-1)
+    return bundle.copy(moment.of, batch.compute_dtype, moment.share(batch))
 
 
 def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
@@ -108,7 +154,7 @@ class SingleEngine:
         for bundle in self._bundles(batch):
             grad, _ = load_grad(batch, bundle)
             grad_share = grad.mul_(batch.step_numbers.one_minus_beta1)
-            exp_avg = rule.momentum_(bundle.copy(_exp_avg, batch.compute_dtype), grad_share, batch.step_numbers)
+            exp_avg = rule.momentum_(load_moment(batch, bundle, EXP_AVG), grad_share, batch.step_numbers)
             ahead = rule.lookahead_(grad_share, exp_avg, batch.step_numbers)
             squares = ahead.to(torch.float64).square_()
             for piece, total in zip(bundle.pieces, bundle.sum(squares), strict=True):
@@ -144,14 +190,15 @@ class SingleEngine:
 
     def _direction(self, batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
         """Load the moments and go as far as the gated direction."""
-        dual = batch.options.buffer == 2
+        dual = batch.options.has_variance
         return rule.direction_(
             grad,
-            bundle.copy(_exp_avg, batch.compute_dtype),
-            bundle.copy(_exp_avg_sq, batch.compute_dtype) if dual else None,
+            load_moment(batch, bundle, EXP_AVG),
+            load_moment(batch, bundle, EXP_AVG_SQ) if dual else None,
             batch.step_numbers,
             batch.options,
-            largest=largest_finite(present(batch.steps[0].exp_avg_sq).dtype) if dual else math.inf,
+            largest=EXP_AVG_SQ.largest(batch) if dual else math.inf,
+            share=EXP_AVG_SQ.share(batch),
             rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
         )
 
@@ -186,10 +233,10 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         nonfinite: Which weights are not finite, so that they stay as they are; None if all are finite.
     """
     noise = noise_of(batch, bundle)
-    limit = largest_finite(batch.steps[0].exp_avg.dtype)
-    store_moment(batch, bundle, _exp_avg, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
+    limit = EXP_AVG.largest(batch)
+    store_moment(batch, bundle, EXP_AVG, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
     if way.exp_avg_sq is not None:
-        store_moment(batch, bundle, _exp_avg_sq, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
+        store_moment(batch, bundle, EXP_AVG_SQ, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
     lr, unless = batch.step_numbers.lr, batch.skip
     if isinstance(lr, Tensor):
         unless = lr == 0 if unless is None else unless | (lr == 0)
@@ -218,14 +265,23 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         bundle.store(_param, param, unless)
 
 
-def store_moment(batch: Batch, bundle: Bundle, of: Select, moment: Tensor, noise: Tensor | None) -> None:
-    """Write one moment, already saturated, in its storage dtype."""
-    bundle.store(of, round_finite_(moment, present(of(batch.steps[0])).dtype, noise), batch.skip)
+def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, noise: Tensor | None) -> None:
+    """Write one moment, already saturated, in its storage format."""
+    if moment.in_codes(batch):
+        noise = None if noise is None else noise.view(-1, BLOCK)
+        codes, scales = encode(value.view(-1, BLOCK), moment.top, noise)
+        bundle.store(moment.of, codes.view(-1), batch.skip)
+        bundle.store(moment.scale_of, scales, batch.skip, share=BLOCK)
+        return
+    rounded = round_finite_(value, present(moment.of(batch.steps[0])).dtype, noise)
+    bundle.store(moment.of, rounded, batch.skip, share=moment.share(batch))
 
 
 def noise_of(batch: Batch, bundle: Bundle) -> Noise | None:
     """The bundle's rounding noise; None if nothing is rounded stochastically."""
-    stored = [batch.steps[0].exp_avg] + ([] if batch.steps[0].has_master else [batch.steps[0].param])
-    if not batch.options.stochastic_rounding or not any(tensor.dtype in SIXTEEN_BIT for tensor in stored):
+    first = batch.steps[0]
+    stored = [first.exp_avg, first.exp_avg if first.has_master else first.param]
+    stored += [] if first.exp_avg_sq is None else [first.exp_avg_sq]
+    if not batch.options.stochastic_rounding or not any(tensor.dtype in ROUNDED for tensor in stored):
         return None
-    return bundle.noise(exp_avg_sq=batch.steps[0].exp_avg_sq is not None)
+    return bundle.noise(exp_avg_sq=first.exp_avg_sq is not None and first.exp_avg_sq.dtype in ROUNDED)

@@ -24,7 +24,9 @@ from luminav.engines.triton.tables import (
     CAUTIOUS_SCALE,
     DECAY,
     EXP_AVG,
+    EXP_AVG_SCALE,
     EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
     GRAD_SCALE,
     GROUP_ALPHA_SS,
     GROUP_BETA1,
@@ -150,6 +152,85 @@ def master_pointer(table, row, FORM: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def tile(first, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """BLOCK consecutive offsets from `first` on; for state in blocks as rows of 64."""
+    if IN_BLOCKS:
+        rows = tl.arange(0, BLOCK // rounding.BLOCK)
+        return first + rows[:, None] * rounding.BLOCK + tl.arange(0, rounding.BLOCK)[None, :]
+    else:
+        return first + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Zeros shaped like :func:`tile`."""
+    if IN_BLOCKS:
+        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK], TYPE)
+    else:
+        return tl.zeros([BLOCK], TYPE)
+
+
+@triton.jit
+def total(x, IN_BLOCKS: tl.constexpr):
+    """Sum over a tile."""
+    if IN_BLOCKS:
+        return tl.sum(tl.sum(x, 1), 0)
+    else:
+        return tl.sum(x, 0)
+
+
+@triton.jit
+def block_tile(first, left, BLOCK: tl.constexpr):
+    """For a tile of 64-element rows: offsets of what is kept per row, and which rows there are."""
+    rows = tl.arange(0, BLOCK // rounding.BLOCK)
+    return first // rounding.BLOCK + rows, first + rows * rounding.BLOCK < left
+
+
+@triton.jit
+def moment_pointer(table, row, start, TYPE: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to a program's part of a moment."""
+    if SHARED:
+        return tensor_pointer(table, row, tl.float32, ALIGNED) + start // rounding.BLOCK
+    else:
+        return tensor_pointer(table, row, TYPE, ALIGNED) + start
+
+
+@triton.jit
+def load_moment(
+    pointer, scales, first, left, offsets, mask, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A moment as FP32, widened from 8-bit codes where those are kept; where SHARED one element per row."""
+    if SHARED:
+        rows, inside = block_tile(first, left, BLOCK)
+        return tl.load(pointer + rows, mask=inside, other=0.0)
+    elif tl.uint8 == TYPE:
+        rows, inside = block_tile(first, left, BLOCK)
+        scale = tl.load(scales + rows, mask=inside, other=0)
+        return rounding.decode(tl.load(pointer + offsets, mask=mask, other=0), scale, TOP)
+    else:
+        return load_float(pointer, offsets, mask, TYPE)
+
+
+@triton.jit
+def store_moment(
+    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, TOP: tl.constexpr,
+    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
+    if SHARED:
+        rows, inside = block_tile(first, left, BLOCK)
+        tl.store(pointer + rows, x, mask=inside)
+    elif tl.uint8 == TYPE:
+        rows, inside = block_tile(first, left, BLOCK)
+        codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC)
+        tl.store(pointer + offsets, codes, mask=mask)
+        tl.store(scales + rows, scale, mask=inside)
+    else:
+        store_rounded(pointer, offsets, mask, x, noise, TYPE, STOCHASTIC)
+
+
+@triton.jit
 def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
     """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen."""
     if INTERPRETED and tl.bfloat16 == TYPE:
@@ -197,6 +278,8 @@ def largest(TYPE: tl.constexpr):
         return rounding.BF16_MAX
     elif tl.float16 == TYPE:
         return rounding.FP16_MAX
+    elif tl.uint8 == TYPE:
+        return rounding.LARGEST_CODED
     else:
         return rule.FP32_MAX
 
@@ -222,15 +305,16 @@ def direction_numbers(n, DUAL: tl.constexpr):
 @triton.jit
 def gated_direction(
     g, m, v, beta1, one_minus_beta1, beta2, root_one_minus_beta2, sigma_scale, sigma_floor,
-    DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, MATH: tl.constexpr,
+    DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """New moments, gate and gated direction of a block."""
     grad_share = g * one_minus_beta1
     m = rule.momentum(m, grad_share, beta1)
     ahead = rule.momentum(m, grad_share, beta1)
     if DUAL:
-        v = rule.variance(v, m, g, beta2, root_one_minus_beta2, largest(MOMENT))
-        u = rule.dual_direction(ahead, v, sigma_scale, sigma_floor, MATH)
+        v = rule.variance(v, m, g, beta2, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
+        spread = v[:, None] if SHARED else v
+        u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, MATH)
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)
     if CAUTIOUS:
@@ -246,8 +330,8 @@ def gated_direction(
 @triton.jit
 def lookahead_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    ITERATIONS: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -260,19 +344,24 @@ def lookahead_kernel(
         numel = tl.multiple_of(numel, 16)
     n = numbers + t * NUMBERS_WIDTH
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg = tensor_pointer(pointers, t * NUM_POINTERS + EXP_AVG, MOMENT, ALIGNED) + start
+    row = t * NUM_POINTERS
+    exp_avg = moment_pointer(pointers, row + EXP_AVG, start, MOMENT, False, ALIGNED)
+    exp_avg_scale = moment_pointer(pointers, row + EXP_AVG_SCALE, start // rounding.BLOCK, tl.uint8, False, ALIGNED)
     left = numel - start
-    total = tl.zeros([BLOCK], tl.float64)
+    IN_BLOCKS: tl.constexpr = tl.uint8 == MOMENT
+    squares = zeros(BLOCK, tl.float64, IN_BLOCKS)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in range(ITERATIONS):
-        offsets = i * BLOCK + tl.arange(0, BLOCK)
+        offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
         mask = offsets < left
         g = load_float(grad, offsets, mask, GRAD)
-        m = load_float(exp_avg, offsets, mask, MOMENT)
+        m = load_moment(
+            exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
+        )
         share = rule.clean_grad(g, grad_scale, SCALED) * w1
         ahead = rule.momentum(rule.momentum(m, share, beta1), share, beta1).to(tl.float64)
-        total += ahead * ahead
-    tl.store(partials + pid.to(tl.int64), tl.sum(total, 0))
+        squares += ahead * ahead
+    tl.store(partials + pid.to(tl.int64), total(squares, IN_BLOCKS))
 
 
 @triton.jit
@@ -306,7 +395,7 @@ def rms_kernel(
 def measure_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
     PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
+    DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
@@ -324,31 +413,49 @@ def measure_kernel(
     param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
     master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg = tensor_pointer(pointers, row + EXP_AVG, MOMENT, ALIGNED) + start
-    exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, MOMENT, ALIGNED) + start
+    exp_avg = moment_pointer(pointers, row + EXP_AVG, start, MOMENT, False, ALIGNED)
+    exp_avg_sq = moment_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, SHARED, ALIGNED)
+    scales = start // rounding.BLOCK
+    exp_avg_scale = moment_pointer(pointers, row + EXP_AVG_SCALE, scales, tl.uint8, False, ALIGNED)
+    exp_avg_sq_scale = moment_pointer(pointers, row + EXP_AVG_SQ_SCALE, scales, tl.uint8, False, ALIGNED)
+    IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = tl.zeros([BLOCK], tl.int32)
-    direction_sq = tl.zeros([BLOCK], tl.float32)
-    param_sq = tl.zeros([BLOCK], tl.float32)
+    counts = zeros(BLOCK, tl.int32, IN_BLOCKS)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     for i in range(ITERATIONS):
-        offsets = i * BLOCK + tl.arange(0, BLOCK)
+        start_of_tile = i * BLOCK
+        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
         raw = load_float(grad, offsets, mask, GRAD)
-        m = load_float(exp_avg, offsets, mask, MOMENT)
+        m = load_moment(
+            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
+        )
         v = m
         if DUAL:
-            v = load_float(exp_avg_sq, offsets, mask, MOMENT)
+            v = load_moment(
+                exp_avg_sq,
+                exp_avg_sq_scale,
+                start_of_tile,
+                left,
+                offsets,
+                mask,
+                MOMENT,
+                rounding.EXP_AVG_SQ_TOP,
+                SHARED,
+                BLOCK,
+            )
         p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, MATH
+            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
         counts += counted(keep, mask, raw, CAUTIOUS)
         direction_sq = tl.fma(kept, kept, direction_sq)
         param_sq = tl.fma(p, p, param_sq)
-    store_partials(partials, pid, counts, direction_sq, param_sq)
+    store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
 
 
 @triton.jit
@@ -361,13 +468,13 @@ def counted(keep, mask, raw, CAUTIOUS: tl.constexpr):
 
 
 @triton.jit
-def store_partials(partials, pid, counts, direction_sq, param_sq):
+def store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS: tl.constexpr):
     """A program's row of sums: Σkeep and the non-finite count (in the halves of one word), Σ(keep·u)², Σp²."""
-    both = tl.sum(counts, 0)
+    both = total(counts, IN_BLOCKS)
     out = partials + pid.to(tl.int64) * NUM_PARTIALS
     tl.store(out, (both & 0xFFFF).to(tl.float32))
-    tl.store(out + 1, tl.sum(direction_sq, 0))
-    tl.store(out + 2, tl.sum(param_sq, 0))
+    tl.store(out + 1, total(direction_sq, IN_BLOCKS))
+    tl.store(out + 2, total(param_sq, IN_BLOCKS))
     tl.store(out + 3, (both >> 16).to(tl.float32))
 
 
@@ -447,8 +554,8 @@ def add_partials(partials, first_programs, num_programs, numels, sums, nonfinite
 def update_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, steps, partials, first_indices,
     PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, MASTER_FORM: tl.constexpr,
-    DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, COORDINATE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    GATHER: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, OFFSET: tl.constexpr,
+    DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, COORDINATE: tl.constexpr,
+    STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, OFFSET: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Store new weights and moments; with GATHER also leave each program's share of the sums."""
@@ -467,28 +574,46 @@ def update_kernel(
     param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
     master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg = tensor_pointer(pointers, row + EXP_AVG, MOMENT, ALIGNED) + start
-    exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, MOMENT, ALIGNED) + start
+    exp_avg = moment_pointer(pointers, row + EXP_AVG, start, MOMENT, False, ALIGNED)
+    exp_avg_sq = moment_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, SHARED, ALIGNED)
+    scales = start // rounding.BLOCK
+    exp_avg_scale = moment_pointer(pointers, row + EXP_AVG_SCALE, scales, tl.uint8, False, ALIGNED)
+    exp_avg_sq_scale = moment_pointer(pointers, row + EXP_AVG_SQ_SCALE, scales, tl.uint8, False, ALIGNED)
+    IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     first, second, low = noise_words(keys + t * KEY_WIDTH, first_indices + t, start, OFFSET)
     step_size, bound_ratio, decay = tl.load(n + STEP_SIZE), tl.load(n + BOUND_RATIO), tl.load(n + DECAY)
     left_of_weights = tl.where(tl.load(n + LR) == 0.0, 0, left)  # η = 0 leaves every weight as it is, −0 too
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = tl.zeros([BLOCK], tl.int32)
-    direction_sq = tl.zeros([BLOCK], tl.float32)
-    param_sq = tl.zeros([BLOCK], tl.float32)
+    counts = zeros(BLOCK, tl.int32, IN_BLOCKS)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     for i in range(ITERATIONS):
-        offsets = i * BLOCK + tl.arange(0, BLOCK)
+        start_of_tile = i * BLOCK
+        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
         raw = load_float(grad, offsets, mask, GRAD)
-        m = load_float(exp_avg, offsets, mask, MOMENT)
+        m = load_moment(
+            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
+        )
         v = m
         if DUAL:
-            v = load_float(exp_avg_sq, offsets, mask, MOMENT)
+            v = load_moment(
+                exp_avg_sq,
+                exp_avg_sq_scale,
+                start_of_tile,
+                left,
+                offsets,
+                mask,
+                MOMENT,
+                rounding.EXP_AVG_SQ_TOP,
+                SHARED,
+                BLOCK,
+            )
         before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, MATH
+            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
@@ -506,12 +631,18 @@ def update_kernel(
             noise = rounding.stream(x, rounding.WEIGHT_STREAM)
             store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
         noise = rounding.stream(x, rounding.EXP_AVG_STREAM)
-        store_rounded(exp_avg, offsets, mask, saturate(m, MOMENT), noise, MOMENT, STOCHASTIC)
+        store_moment(
+            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
+            rounding.EXP_AVG_TOP, False, STOCHASTIC, BLOCK,
+        )  # fmt: skip
         if DUAL:
             noise = rounding.stream(x, rounding.EXP_AVG_SQ_STREAM)
-            store_rounded(exp_avg_sq, offsets, mask, v, noise, MOMENT, STOCHASTIC)
+            store_moment(
+                exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
+                rounding.EXP_AVG_SQ_TOP, SHARED, STOCHASTIC, BLOCK,
+            )  # fmt: skip
     if GATHER:
-        store_partials(partials, pid, counts, direction_sq, param_sq)
+        store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
     if chunk == 0:
         tl.store(steps + t, tl.load(steps + t) + 1)
 

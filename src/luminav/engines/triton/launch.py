@@ -51,6 +51,7 @@ TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
     torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
 }
 
 
@@ -61,9 +62,12 @@ class Kind:
     param: torch.dtype
     grad: torch.dtype
     moment: torch.dtype
+    """Of exp_avg; uint8 is 8-bit codes, those of exp_avg_sq included unless that is shared."""
     master: int
     """How the weight is kept: NO_MASTER, WHOLE_MASTER or SPLIT_MASTER of ``tables.py``."""
     dual: bool
+    shared: bool
+    """Whether exp_avg_sq has one element per block."""
     cautious: bool
     coordinate: bool
     stochastic: bool
@@ -72,17 +76,14 @@ class Kind:
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
-        addresses = [
-            t.data_ptr()
-            for t in (step.param, step.grad, step.exp_avg, step.exp_avg_sq, step.master_param, step.master_remainder)
-            if t is not None
-        ]
+        addresses = [tensor.data_ptr() for tensor in (step.grad, *step.kept) if tensor is not None]
         return cls(
             param=step.param.dtype,
             grad=step.present_grad.dtype,
             moment=step.exp_avg.dtype,
             master=_master_form(step),
             dual=step.exp_avg_sq is not None,
+            shared=step.block_variance,
             cautious=options.cautious,
             coordinate=options.bound and options.bound_type == "coordinate",
             stochastic=options.stochastic_rounding,
@@ -332,7 +333,7 @@ class Launch:
         kind = self.kind
         return {
             "GRAD": TRITON_TYPES[kind.grad], "MOMENT": TRITON_TYPES[kind.moment], "SCALED": self.scaled,
-            "ALIGNED": kind.aligned,
+            "ALIGNED": kind.aligned, "SHARED": kind.shared,
         }  # fmt: skip
 
     def _shape(self, shape: Shape) -> dict[str, Any]:
@@ -360,6 +361,8 @@ def _addresses(step: TensorStep) -> list[int]:
         step.exp_avg.data_ptr(),
         0 if step.exp_avg_sq is None else step.exp_avg_sq.data_ptr(),
         next((t.data_ptr() for t in (step.master_param, step.master_remainder) if t is not None), param),
+        0 if step.exp_avg_scale is None else step.exp_avg_scale.data_ptr(),
+        0 if step.exp_avg_sq_scale is None else step.exp_avg_sq_scale.data_ptr(),
     ]
 
 

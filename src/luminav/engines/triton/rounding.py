@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from luminav import rounding
+from luminav import blocks, rounding
 
 M0 = tl.constexpr(rounding.ELEMENT_MULTIPLIERS[0])
 M1 = tl.constexpr(rounding.ELEMENT_MULTIPLIERS[1])
@@ -26,6 +26,17 @@ FP16_MAX = tl.constexpr(65504.0)
 FP16_SMALLEST_NORMAL = tl.constexpr(rounding.FP16_SMALLEST_NORMAL)
 FP16_ULP_OF_ONE = tl.constexpr(rounding.FP16_ULP_OF_ONE)
 MASTER_CAP_BF16 = tl.constexpr(rounding.MASTER_CAP_BF16)
+
+BLOCK = tl.constexpr(blocks.BLOCK)
+SHIFT = tl.constexpr(blocks.SHIFT)
+EXP_AVG_TOP = tl.constexpr(blocks.EXP_AVG_TOP)
+EXP_AVG_SQ_TOP = tl.constexpr(blocks.EXP_AVG_SQ_TOP)
+MANTISSAS = tl.constexpr(1 << blocks.MANTISSA_BITS)
+ULP = tl.constexpr(1 << blocks.SHIFT)
+NOISE_SHIFT = tl.constexpr(blocks.SHIFT - 16)
+SIGN = tl.constexpr(blocks.SIGN)
+HALF = tl.constexpr(blocks.HALF)
+LARGEST_CODED = tl.constexpr(blocks.LARGEST_CODED)
 
 
 @triton.jit
@@ -101,3 +112,44 @@ def nearest_bf16_bits(master):
     bits = master.to(tl.uint32, bitcast=True)
     rounded = ((bits + 0x8000) >> 16).to(tl.uint16)
     return tl.where(master == master, rounded, 0x7FC0).to(tl.uint16)
+
+
+# ---- 8-bit codes; see ``luminav/blocks.py`` --------------------------------------------------------------------------
+
+
+@triton.jit
+def code_base(scale, TOP: tl.constexpr):
+    """The FP32 patterns that stand for code 0, as a column, from int32 scales."""
+    return ((scale - TOP // MANTISSAS) << 23)[:, None]
+
+
+@triton.jit
+def decode(codes, scales, TOP: tl.constexpr):
+    """FP32 [blocks, 64] from uint8 codes and uint8 scales [blocks]."""
+    code = codes.to(tl.int32)
+    magnitude = code & TOP
+    bits = tl.where(magnitude > 0, (magnitude << SHIFT) + code_base(scales.to(tl.int32), TOP), 0)
+    if TOP < SIGN:
+        bits = bits | ((code & SIGN) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def encode(x, noise, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """uint8 codes and scales of FP32 [blocks, 64]; `noise` is uint32 in [0, 65535], unused for nearest."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    scale = tl.maximum((tl.max(magnitude, 1) + (ULP - 1)) >> 23, TOP // MANTISSAS + 1)
+    base = code_base(scale, TOP)
+    smallest = (base + ULP).to(tl.float32, bitcast=True)
+    if STOCHASTIC:
+        place = noise.to(tl.int32)
+    else:
+        place = tl.full(magnitude.shape, HALF, tl.int32)
+    code = (magnitude - base + (place << NOISE_SHIFT)) >> SHIFT
+    small = magnitude.to(tl.float32, bitcast=True)
+    from_zero = (small * 65536.0 > smallest * place.to(tl.float32)).to(tl.int32)
+    code = tl.where(small < smallest, from_zero, code)
+    if TOP < SIGN:
+        code = code | ((bits >> 24) & SIGN)
+    return code.to(tl.uint8), scale.to(tl.uint8)

@@ -54,10 +54,13 @@ def momentum(exp_avg, grad_share, beta1):
 
 
 @triton.jit
-def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr):
-    """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST."""
+def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr, SHARED: tl.constexpr):
+    """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST; where SHARED one v, [blocks], for each block."""
     innovation = (grad - exp_avg) * root_one_minus_beta2
-    return tl.minimum(tl.fma(exp_avg_sq, beta2, innovation * innovation), LARGEST)
+    innovation_sq = innovation * innovation
+    if SHARED:
+        innovation_sq = tl.sum(innovation_sq, 1) * (1.0 / innovation_sq.shape[1])
+    return tl.minimum(tl.fma(exp_avg_sq, beta2, innovation_sq), LARGEST)
 
 
 # ---- direction and gate ----------------------------------------------------------------------------------------------

@@ -29,20 +29,25 @@ def append_rows(rows: Iterable[tuple[str, float | str, str]], device: torch.devi
         device: Where it was measured.
         path: The file; it gets its header if it is new.
     """
-    stamp = (
-        device_name(torch.device(device)),
-        " ".join(f"{name} {version}" for name, version in _versions().items()),
-        _commit(),
-        datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        shlex.join([Path(sys.executable).name.rstrip("0123456789."), *_own_arguments()]),
-    )
+    marks = stamp(device).values()
     new = not path.exists() or path.stat().st_size == 0
     with path.open("a", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
         if new:
             writer.writerow(COLUMNS)
         for case, value, unit in rows:
-            writer.writerow((case, f"{value:.6g}" if isinstance(value, float) else value, unit, *stamp))
+            writer.writerow((case, f"{value:.6g}" if isinstance(value, float) else value, unit, *marks))
+
+
+def stamp(device: torch.device | str) -> dict[str, str]:
+    """Where, with what, when and by which command a figure is measured: the last columns of a row."""
+    return {
+        "device": device_name(torch.device(device)),
+        "versions": " ".join(f"{name} {version}" for name, version in _versions().items()),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "command": shlex.join([Path(sys.executable).name.rstrip("0123456789."), *_own_arguments()]),
+    }
 
 
 def _versions() -> dict[str, str]:

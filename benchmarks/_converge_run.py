@@ -28,6 +28,8 @@ from torch import Tensor
 FINITE_EVERY = 25
 """Steps between looks at the loss, each of which waits for the device."""
 TRACE_EVERY = 10
+UNTIMED = 5
+"""First steps, in which an optimizer makes its state and compiles its kernels: left out of the speed."""
 SMOOTHED = 20
 """Steps of the final training loss."""
 
@@ -226,7 +228,7 @@ def train(run: Run, bench: Bench) -> dict[str, Any]:
         "val_loss": sum(loss for _, loss in last) / len(last) if finite else math.nan,
         "train_loss": float(np.mean(losses[-SMOOTHED:])) if finite else math.nan,
         "status": "finite" if finite and validation[-1][1] < math.log(run.corpus.vocabulary) else "diverged",
-        "tokens_per_s": len(losses) * size.tokens / seconds,
+        "tokens_per_s": (len(losses) - UNTIMED) * size.tokens / seconds,
         "bytes_per_param": kept / params,
         "params": params,
         "seconds": time.perf_counter() - began - compiled_s,
@@ -247,8 +249,9 @@ def _loop(
     losses = torch.zeros(recipe.steps, device=bench.device)
     validation: list[tuple[int, float]] = []
     step, finite = 0, True
-    clock.start()
     for step, batch in zip(range(recipe.steps), batches(bench, run, "train")):
+        if step == UNTIMED:
+            clock.start()
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * recipe.lr_share(step)
         loss = loss_of(model, contender, batch)

@@ -52,6 +52,7 @@ RECIPES = {
 }
 TINY = {"steps": 60, "warm_up": 10, "eval_batches": 2, "eval_every": 20, "last_evals": 3, "last_every": 5}
 FINETUNE_LR = 1e-5
+START_LR = 1.5e-3
 FINETUNE = ("adamw-fp32", "luminav-fp32", "luminav-full", "luminav-none", "luminav-nearest")
 FIRST_RUN_S = {"cuda": 75.0, "cpu": 60.0}
 """Guess of a worker's first run, its compilation included."""
@@ -134,6 +135,18 @@ class Session:
                 self.left.append(":".join(key[:3]))
         return None
 
+    def work_on(self, devices: Sequence[int | None]) -> None:
+        """Take the runs on several devices at once."""
+        with tempfile.TemporaryDirectory() as logs:
+            threads = [
+                threading.Thread(target=self.work, args=(device, Path(logs) / f"{number}.log"))
+                for number, device in enumerate(devices)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
     def work(self, device: int | None, log: Path) -> None:
         """Take runs on one device until none is left."""
         worker: Worker | None = None
@@ -176,8 +189,8 @@ class Session:
             row = self.ledger.add(key, result, marks)
             print(
                 f"{row.contender:44} lr {row.lr:<8g} seed {row.seed}  val {row.val_loss:.4f}  "
-                f"train {row.train_loss:.4f}  {row.bytes_per_param:.2f} B/p  {row.tokens_per_s / 1e3:.0f}k tok/s  {result['seconds']:.1f}+"
-                f"{result['compile_s']:.1f} s  {row.status}",
+                f"train {row.train_loss:.4f}  {row.bytes_per_param:.2f} B/p  {row.tokens_per_s / 1e3:.0f}k tok/s  "
+                f"{result['seconds']:.1f}+{result['compile_s']:.1f} s  {row.status}",
                 flush=True,
             )
 
@@ -257,7 +270,8 @@ def _queue(arguments: argparse.Namespace, ledger: Ledger) -> deque[tuple[Key, Ru
         start = str(checkpoint)
         if not checkpoint.exists():
             base = _recipe(argparse.Namespace(**vars(arguments) | {"finetune": False}))
-            first = Run(BAR, arguments.start_lr, 0, arguments.size, base, corpus, arguments.compile, save=start)
+            lr = arguments.start_lr or ledger.best_lr(BAR, arguments.size, base.name) or START_LR
+            first = Run(BAR, lr, 0, arguments.size, base, corpus, arguments.compile, save=start)
             queue.append((_key(first), first))
         corpus = _corpus(arguments, arguments.finetune_data)
     for name, lr, seed in wanted:
@@ -281,20 +295,18 @@ def _take(arguments: argparse.Namespace, ledger: Ledger, deadline: float) -> int
         raise SystemExit("contenders called public-... need --public-luminav FOLDER, the public package's folder.")
     cuda = torch.cuda.is_available()
     first_s = arguments.first_run or FIRST_RUN_S["cuda" if cuda else "cpu"]
-    session = Session(ledger, queue, deadline, arguments.public_luminav, first_s)
-    with tempfile.TemporaryDirectory() as logs:
-        devices: list[int | None] = list(range(arguments.devices)) if cuda else [None]
-        threads = [
-            threading.Thread(target=session.work, args=(device, Path(logs) / f"{number}.log"))
-            for number, device in enumerate(devices)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if session.left:
-        print(f"left for another call, for want of time: {' '.join(session.left)}")
-    return len(session.failures)
+    devices: list[int | None] = list(range(arguments.devices)) if cuda else [None]
+    failed = 0
+    for saves in (True, False):  # a model that others start from is trained before them
+        part = deque(item for item in queue if (item[1].save is not None) == saves)
+        session = Session(ledger, part, deadline, arguments.public_luminav, first_s)
+        session.work_on(devices[: len(part)])
+        if session.left:
+            print(f"left for another call, for want of time: {' '.join(session.left)}")
+        failed += len(session.failures)
+        if saves and part and (failed or session.left):
+            break
+    return failed
 
 
 def main() -> None:
@@ -307,7 +319,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--finetune", action="store_true")
     parser.add_argument("--contenders", nargs="+", default=[], metavar="NAME", help="of --finetune")
-    parser.add_argument("--start-lr", type=float, default=1.5e-3, help="of the run whose model is fine-tuned")
+    parser.add_argument("--start-lr", type=float, help="of the run whose model is fine-tuned; else its best")
     parser.add_argument("--size", choices=list(SIZES), default="40m")
     parser.add_argument("--recipe", choices=["pretrain", "wsd"], default="pretrain")
     parser.add_argument("--steps", type=int)

@@ -228,7 +228,7 @@ def train(run: Run, bench: Bench) -> dict[str, Any]:
         "val_loss": sum(loss for _, loss in last) / len(last) if finite else math.nan,
         "train_loss": float(np.mean(losses[-SMOOTHED:])) if finite else math.nan,
         "status": "finite" if finite and validation[-1][1] < math.log(run.corpus.vocabulary) else "diverged",
-        "tokens_per_s": (len(losses) - UNTIMED) * size.tokens / seconds,
+        "tokens_per_s": max(1, len(losses) - UNTIMED) * size.tokens / seconds,
         "bytes_per_param": kept / params,
         "params": params,
         "seconds": time.perf_counter() - began - compiled_s,
@@ -250,7 +250,7 @@ def _loop(
     validation: list[tuple[int, float]] = []
     step, finite = 0, True
     for step, batch in zip(range(recipe.steps), batches(bench, run, "train")):
-        if step == UNTIMED:
+        if step == min(UNTIMED, recipe.steps - 1):
             clock.start()
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * recipe.lr_share(step)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from luminav import __version__
+from luminav.cli.bench import bench
 from luminav.cli.demo.command import demo
 from luminav.cli.doctor import doctor
 from luminav.cli.errors import CommandError
@@ -21,6 +22,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# What follows the benchmark's name is the benchmark's, --help too.
+app.command(
+    "bench",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)(bench)
 app.command("demo")(demo)
 app.command("doctor")(doctor)
 app.command("plan")(plan)

@@ -131,6 +131,7 @@ LEVELS = {
     "hyperparameters": 0,
     "rule": 1,
     "rounding": 1,
+    "blocks": 1,
     "layout": 1,
     "engines": 2,
     "state": 3,  # these serve the optimizer

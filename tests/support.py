@@ -230,9 +230,13 @@ def exact_step(
 
     # 3. direction
     tau = o["tau"]
-    if o["buffer"] == 2:
+    if o["buffer"] == 2 or o["block_variance"]:
         assert exp_avg_sq is not None
-        v = (beta2 * exp_avg_sq.detach().double() + (1 - beta2) * (g - m) ** 2).clamp_max(limit)
+        innovation_sq = (g - m) ** 2
+        if o["block_variance"]:  # of elements that share one, `exp_avg_sq` has copies
+            mean = innovation_sq.reshape(-1, 64).mean(1, keepdim=True)
+            innovation_sq = mean.expand(-1, 64).reshape(w.shape)
+        v = (beta2 * exp_avg_sq.detach().double() + (1 - beta2) * innovation_sq).clamp_max(limit)
         sigma: Tensor | float = ((tau * b1 / math.sqrt(b2)) * v.sqrt() + eps * tau * b1).clamp_min(1e-12)
         u = torch.tanh(ahead / sigma)
     else:

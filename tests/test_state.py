@@ -48,7 +48,10 @@ def test_the_state_is_the_table_and_nothing_else(dtype: torch.dtype, engine: str
         wanted_state(kept, {"master_weights": "full", "fused_single_pass": True})
         for kept in (torch.float16, torch.bfloat16)
     ]
-    assert {kind.key for kind in STATE} == forms[0].keys() | forms[1].keys() | {"exp_avg_scale", "exp_avg_sq_scale"} and len(STATE) == 9
+    assert {kind.key for kind in STATE} == forms[0].keys() | forms[1].keys() | {
+        "exp_avg_scale",
+        "exp_avg_sq_scale",
+    } and len(STATE) == 9
     for form in forms:
         assert [kind.key for kind in STATE if kind.key in form] == list(form)
 

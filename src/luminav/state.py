@@ -282,7 +282,7 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
             dense = codes
         elif per_block:
             dense = dense.mean(1)
-        local(fresh).copy_(saturated(dense, fresh.dtype).view(local(fresh).shape))
+        local(fresh).copy_(saturated(dense, fresh.dtype).reshape(local(fresh).shape))
 
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -276,6 +277,23 @@ def compare(
             twins.set_grads(step, absent_on_some if missing else None)
             twins.step()
         found.append(twins.difference())
+    return found
+
+
+def compare_columns(option_sets: Sequence[dict[str, Any]]) -> list[str]:
+    """For each set of options, with columns cut between blocks and within: equal to the whole run, or refused."""
+    found = []
+    for options in option_sets:
+        (difference,) = compare("tensor_parallel", [options], shapes=((80, 256), (64, 128)))
+        equal = difference.largest <= 1e-6 and difference.unequal_state == 0
+        found.append("equal" if equal else f"differs by {difference}")
+        try:
+            Twins("tensor_parallel", options, torch.float32, ((80, 192),))
+        except ValueError as error:
+            match = re.search("columns in multiples of 64", str(error))
+            found.append(f"refused: {match[0] if match else error}")
+        else:
+            found.append("taken")
     return found
 
 

@@ -45,6 +45,29 @@ def test_fp32_is_the_unsharded_run(way: str, world: int, tmp_path: Path) -> None
             assert difference.largest <= FP32_TOLERANCE, options
 
 
+BLOCK_SETS: list[dict[str, Any]] = [
+    {"state_bits": 8},
+    {"buffer": 1, "block_variance": True},
+    {"state_bits": 8, "buffer": 1, "block_variance": True, "fused_single_pass": True},
+]
+BLOCK_SHAPES = ((80, 64), (33, 192), (7, 32, 64), (5, 3))
+
+
+@pytest.mark.parametrize(("way", "world"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])
+def test_blocks_are_those_of_the_unsharded_run(way: str, world: int, tmp_path: Path) -> None:
+    """8-bit codes and shared variances: rows are never cut, so every rank draws the whole run's noise."""
+    option_sets = [{**LARGE_STEP, **options} for options in BLOCK_SETS]
+    for found in ranks.run(sharded.compare, world, tmp_path, way=way, option_sets=option_sets, shapes=BLOCK_SHAPES):
+        for options, difference in zip(option_sets, found):
+            assert difference.largest <= FP32_TOLERANCE, options
+
+
+def test_columns_may_be_cut_between_blocks_only(tmp_path: Path) -> None:
+    """Tensor parallelism: multiples of 64 columns to a rank give the whole run's weights, others are refused."""
+    for found in ranks.run(sharded.compare_columns, 2, tmp_path, option_sets=BLOCK_SETS):
+        assert found == ["equal", "refused: columns in multiples of 64"] * len(BLOCK_SETS)
+
+
 @pytest.mark.parametrize(
     ("way", "world"), [("fsdp2", 4), ("fsdp1", 3), ("flat_pieces", 3), ("fsdp2_with_tensor_parallel", 4)]
 )

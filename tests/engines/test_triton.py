@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -84,6 +85,36 @@ def test_every_mode(mode: str, dtype: torch.dtype, master: str) -> None:
     for step in range(3 if "one_pass" in mode else 2):
         race.step(grad_row(makers, step))
     assert race.replay is not None and int(race.optimizer.state[race.params[0]]["step"]) == step + 1
+
+
+BLOCK_MODES: dict[str, dict[str, Any]] = {
+    "codes": {"state_bits": 8},
+    "codes-one_pass-semi": {"state_bits": 8, "fused_single_pass": True, "master_weights": "semi"},
+    "codes-single-nearest": {"state_bits": 8, "buffer": 1, "stochastic_rounding": False},
+    "shared-full": {"buffer": 1, "block_variance": True, "master_weights": "full"},
+    "both-one_pass": {"state_bits": 8, "buffer": 1, "block_variance": True, "fused_single_pass": True},
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("mode", BLOCK_MODES)
+def test_state_in_blocks(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8-bit codes and shared variances: a last program with half its rows, an all-zero block and a huge one."""
+    if INTERPRETED:
+        for name in ("MEASURE", "UPDATE"):
+            monkeypatch.setattr(launch, name, replace(getattr(launch, name), block=1024, iterations=2))
+        monkeypatch.setattr(launch, "SPAN", 2048)
+    makers = weights([(80, 64), (67,)], dtype)
+    race = Race(makers, lr=8e-4, **BLOCK_MODES[mode])
+    for step in range(3 if "one_pass" in mode else 2):
+        grads = grad_row(makers, step)
+        assert grads[0] is not None
+        grads[0][0] = 0.0
+        grads[0][5] *= 1e4
+        grads[0][7, 3] = float("nan")
+        race.step(grads)
+    coded = race.optimizer.state[race.params[0]]["exp_avg"].dtype == torch.uint8
+    assert race.replay is not None and coded == mode.startswith(("codes", "both"))
 
 
 @by_core_mode

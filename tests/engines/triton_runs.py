@@ -143,6 +143,10 @@ class Race:
                 differing, total = differing + int((apart != 0).sum()), total + apart.numel()
                 apart[off <= (lr * 2.0**-10 if coarse else 0.0)] = 0
                 assert not apart.numel() or apart.max() <= 1, f"{name}: {int(apart.max())} ulp"
+            elif expected.dtype == torch.uint8:  # codes a step apart on their grid, and exponents that are bytes too
+                apart = (signed_codes(got, name) - signed_codes(expected, name)).abs()
+                differing, total = differing + int((apart != 0).sum()), total + apart.numel()
+                assert not apart.numel() or apart.max() <= 1, f"{name}: {int(apart.max())} codes"
             elif name.endswith("_scale"):
                 assert error(got, expected) <= (1e-3 if coarse else 1e-5), name
             elif expected.is_floating_point():
@@ -160,6 +164,12 @@ class Race:
             if "master_remainder" in expected:
                 master = master_of(param.detach().cpu(), {"master_remainder": state["master_remainder"].cpu()})
                 assert error(master, master_of(twin, expected)) <= 1e-6, f"{number}.master"
+
+
+def signed_codes(codes: Tensor, name: str) -> Tensor:
+    """8-bit codes in the order of what they stand for; exp_avg's have a sign, and −0 is 0."""
+    wide = codes.int()
+    return torch.where(wide > 127, 128 - wide, wide) if name.endswith("exp_avg") else wide
 
 
 def ulps_apart(a: Tensor, b: Tensor) -> Tensor:

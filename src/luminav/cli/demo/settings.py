@@ -34,6 +34,8 @@ LUMINAV_OPTIONS = (
     "fused_single_pass",
     "ema_decay",
     "execution",
+    "state_bits",
+    "block_variance",
 )
 """Options of the optimizer that the command line offers under their own names, beside lr, weight_decay and seed."""
 

@@ -1,0 +1,388 @@
+"""State kept in blocks of 64: 8-bit codes against their grid written out, shared variances against the closed form.
+
+The expected grids come from this file: value c of a block is (1 + (c mod 16)/16)·2^(scale − 127 − binades + c//16), and
+0 for c = 0, where binades is 7 for exp_avg and 15 for exp_avg_sq.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import assert_same_state, state_of, through_a_file
+from support import ENGINES, dtype_name, exact_step, normal, optimizer_for, parameter
+from torch import Tensor, nn
+
+from luminav import LuminaV
+from luminav.blocks import EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, block_shape, decode, encode, in_blocks
+from luminav.hyperparameters import Options
+from luminav.state import conform
+
+BINADES = {EXP_AVG_TOP: 7, EXP_AVG_SQ_TOP: 15}
+TOPS = (EXP_AVG_TOP, EXP_AVG_SQ_TOP)
+CODED: dict[str, Any] = {"state_bits": 8}
+SHARED: dict[str, Any] = {"buffer": 1, "block_variance": True}
+MODES: Mapping[str, dict[str, Any]] = {
+    "codes": CODED,
+    "codes-one_pass": CODED | {"fused_single_pass": True},
+    "codes-single": CODED | {"buffer": 1},
+    "codes-semi": CODED | {"master_weights": "semi"},
+    "codes-nearest": CODED | {"stochastic_rounding": False},
+    "shared": SHARED,
+    "shared-one_pass": SHARED | {"fused_single_pass": True},
+    "shared-full": SHARED | {"master_weights": "full"},
+    "both": CODED | SHARED,
+    "both-one_pass": CODED | SHARED | {"fused_single_pass": True},
+}
+SHAPES = ((64, 128), (70, 64), (3, 32, 64), (100, 50), (65,), ())
+"""The first three are kept in blocks; (100, 50) has odd rows."""
+by_top = pytest.mark.parametrize("top", TOPS)
+by_engine = pytest.mark.parametrize("engine", ENGINES)
+
+
+def grid(scale: int, top: int) -> Tensor:
+    """The magnitudes of a block, float64, in the order of their codes."""
+    codes = torch.arange(top + 1, dtype=torch.float64)
+    values = (1 + codes.remainder(16) / 16) * torch.exp2(scale - 127 - BINADES[top] + codes.div(16).floor())
+    values[0] = 0.0
+    return values
+
+
+def smallest_scale(largest: float, top: int) -> int:
+    """The lowest scale whose grid reaches up to `largest`."""
+    return next(s for s in range(BINADES[top] + 1, 255) if grid(s, top)[-1].item() >= largest)
+
+
+def widened(codes: Tensor, scales: Tensor, top: int) -> Tensor:
+    """What codes stand for, in float64."""
+    blocks = codes.reshape(-1, 64)
+    grids = torch.stack([grid(scale, top) for scale in scales.flatten().tolist()])
+    magnitude = grids.gather(1, (blocks & top).long())
+    sign = torch.where((blocks & 0x80 > 0) & (top < 0x80), -1.0, 1.0)
+    return (magnitude * sign).reshape(codes.shape)
+
+
+# ---- the codes -----------------------------------------------------------------------------------------------------
+
+
+@by_top
+@pytest.mark.parametrize("scale", [16, 17, 100, 127, 200, 254])
+def test_every_code_stands_for_its_value_and_is_kept(scale: int, top: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(4, 64).clone()
+    codes[:, 0] = top  # so that each block needs this scale
+    scales = torch.full((4,), scale, dtype=torch.uint8)
+    value = decode(codes, scales, top)
+    assert torch.equal(value.double(), widened(codes, scales, top))
+    for noise in (None, torch.zeros(4, 64, dtype=torch.int32), torch.full((4, 64), 65535, dtype=torch.int32)):
+        again, same = encode(value, top, noise)
+        assert torch.equal(again, codes) and torch.equal(same, scales)
+
+
+@by_top
+@pytest.mark.parametrize("place", [0.0, 2**-14, 0.25, 0.5 + 2**-10, 1 - 2**-12])
+@pytest.mark.parametrize("code", [0, 1, 15, 16, 60, 126])
+def test_the_share_of_noises_that_round_up_is_the_place(code: int, place: float, top: int) -> None:
+    """All 65536 noises at once, so nothing is left to chance: floor or ceiling of place·65536 of them round up."""
+    scale = 120
+    low, high = grid(scale, top)[code].item(), grid(scale, top)[code + 1].item()
+    value = torch.full((65536 // 32, 64), low + place * (high - low))
+    value[:, 32:] = grid(scale, top)[-1].item()
+    noise = torch.arange(65536, dtype=torch.int32).view(-1, 32).repeat(1, 2)
+    codes, scales = encode(value, top, noise)
+    assert (scales == scale).all()
+    rounded = codes[:, :32].long()
+    exact = (value[0, 0].double().item() - low) / (high - low)
+    assert set(rounded.unique().tolist()) <= {code, code + 1}
+    assert abs(int((rounded == code + 1).sum()) - exact * 65536) <= 1
+
+
+finite = st.floats(-LARGEST_CODED, LARGEST_CODED, width=32, allow_nan=False)
+
+
+@settings(max_examples=300, derandomize=True, database=None, deadline=None)
+@given(st.data(), st.sampled_from(TOPS), st.one_of(st.none(), st.integers(0, 65535)))
+def test_blocks_of_any_values(data: st.DataObject, top: int, noise: int | None) -> None:
+    """Each value becomes a neighbour on the lowest grid that holds the block: edges, zeros, huge and tiny values."""
+    few = data.draw(st.lists(finite, min_size=1, max_size=8))
+    block = torch.tensor([few[i % len(few)] for i in range(64)], dtype=torch.float32)
+    block = block if top == EXP_AVG_TOP else block.abs()
+    drawn = None if noise is None else torch.full((1, 64), noise, dtype=torch.int32)
+    codes, scales = encode(block.view(1, 64), top, drawn)
+    read = widened(codes, scales, top)[0]
+    assert torch.equal(read, decode(codes, scales, top)[0].double())
+    scale = int(scales)
+    assert scale == smallest_scale(block.abs().max().item(), top)
+    values, magnitude = grid(scale, top), block.double().abs()
+    above = values[torch.searchsorted(values, magnitude).clamp_max(top)]
+    below = values[(torch.searchsorted(values, magnitude, right=True) - 1).clamp_min(0)]
+    assert ((read.abs() == above) | (read.abs() == below)).all()
+    assert torch.equal(torch.signbit(read), torch.signbit(block) & (top == EXP_AVG_TOP))
+    if noise is None:
+        assert ((read.abs() - magnitude).abs() <= (above - below) / 2).all()
+
+
+@by_top
+def test_zeros_stay_zeros(top: int) -> None:
+    codes, scales = encode(torch.zeros(2, 64), top, torch.full((2, 64), 65535, dtype=torch.int32))
+    assert not codes.any() and torch.equal(decode(codes, scales, top), torch.zeros(2, 64))
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------
+
+
+def new_params(dtype: torch.dtype) -> list[nn.Parameter]:
+    return [parameter(normal(shape, number, scale=0.1), dtype) for number, shape in enumerate(SHAPES)]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    """Gradients whose size changes from block to block, with an all-zero block, and non-finite elements in one step."""
+    for step in steps:
+        for number, param in enumerate(params):
+            grad = normal(param.shape, 1000 * step + number, scale=0.3)
+            if in_blocks(param):
+                blocks = grad.view(-1, 64)
+                blocks *= torch.logspace(-4, 2, len(blocks))[:, None]
+                blocks[1] = 0.0
+                blocks[2, 5] = {1: math.nan, 2: -math.inf}.get(step, 0.5)
+            param.grad = grad.to(param.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """exp_avg and exp_avg_sq per element, float64, from whatever form they are kept in."""
+    found: list[Tensor | None] = []
+    for key, top in (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP)):
+        value = state.get(key)
+        if value is None:
+            found.append(None)
+        elif value.dtype == torch.uint8:
+            found.append(widened(value, state[f"{key}_scale"], top))
+        elif value.shape != param.shape:
+            found.append(value.double().reshape(-1, 1).expand(-1, 64).reshape(param.shape))
+        else:
+            found.append(value.double())
+    assert found[0] is not None
+    return found[0], found[1]
+
+
+@by_engine
+@pytest.mark.parametrize("mode", ["codes", "codes-nearest", "codes-single", "shared", "both"])
+def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> None:
+    """FP32 weights: each step's weights within FP32 of float64, each stored moment a neighbour of the exact one."""
+    options = {"lr": 1e-2, **MODES[mode]}
+    params = new_params(torch.float32)
+    optimizer = LuminaV(params, execution=engine, **options)
+    for step in range(1, 5):
+        before = [(param.detach().clone(), copy.deepcopy(optimizer.state.get(param, {}))) for param in params]
+        take_steps(optimizer, params, range(step, step + 1))
+        for number, (param, (weight, state)) in enumerate(zip(params, before, strict=True)):
+            zero = torch.zeros(param.shape, dtype=torch.float64)
+            m, v = moments(param, state) if state else (zero, zero)
+            grad = gradient_of(step, number, param)
+            shared = options.get("block_variance", False)
+            rule = options | ({} if in_blocks(param) or not shared else {"buffer": 2, "block_variance": False})
+            exact = exact_step(weight, m, v, grad, step, torch.float32, **rule)
+            scale = weight.abs().max().item() + 1e-2
+            assert (param.detach().double() - exact.weight).abs().max().item() <= 4e-7 * scale, (step, number)
+            kept = optimizer.state[param]
+            for key, wanted, read in zip(
+                ("exp_avg", "exp_avg_sq"), (exact.exp_avg, exact.exp_avg_sq), moments(param, kept), strict=True
+            ):
+                if read is None:
+                    assert wanted is None
+                    continue
+                assert wanted is not None
+                error = (read - wanted).abs()
+                if kept[key].dtype == torch.uint8:  # the step between codes: 1/16 of a binade, or the smallest value
+                    top = EXP_AVG_TOP if key == "exp_avg" else EXP_AVG_SQ_TOP
+                    small = torch.exp2(kept[f"{key}_scale"].double() - 127 - BINADES[top]) * 17 / 16
+                    small = small.reshape(-1, 1).expand(-1, 64).reshape(param.shape)
+                    assert (error <= torch.maximum(wanted.abs() / 16 * 1.0001, small)).all(), (step, number, key)
+                else:
+                    blocks = wanted.reshape(-1, 64) if in_blocks(param) else wanted.reshape(1, -1)
+                    largest = blocks.abs().amax(1, keepdim=True).expand(blocks.shape).reshape(wanted.shape)
+                    assert (error <= 4e-7 * largest).all(), (step, number, key)
+
+
+def gradient_of(step: int, number: int, param: Tensor) -> Tensor:
+    """What :func:`take_steps` gives parameter `number` in a step."""
+
+    class Catch(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            caught.extend(p.grad.clone() for p in self.param_groups[0]["params"])
+
+    caught: list[Tensor] = []
+    take_steps(Catch(params := new_params(param.dtype), lr=0.0), params, range(step, step + 1))
+    return caught[number]
+
+
+@by_engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=dtype_name)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_kept(mode: str, dtype: torch.dtype, engine: str) -> None:
+    """Dtypes and shapes of the state; at most 1.07 bytes a moment in codes, 0.1 for shared variances."""
+    options = MODES[mode]
+    params = new_params(dtype)
+    optimizer = LuminaV(params, execution=engine, **options)
+    take_steps(optimizer, params, range(2))
+    for param in params:
+        state = optimizer.state[param]
+        coded = options.get("state_bits") == 8 and in_blocks(param)
+        shared = options.get("block_variance", False) and in_blocks(param)
+        moment = torch.float32 if options.get("master_weights") == "full" and dtype != torch.float32 else dtype
+        assert state["exp_avg"].dtype == (torch.uint8 if coded else moment) and state["exp_avg"].shape == param.shape
+        assert ("exp_avg_scale" in state) == coded
+        assert ("exp_avg_sq_scale" in state) == (coded and options.get("buffer", 2) == 2)
+        if shared:
+            assert state["exp_avg_sq"].dtype == torch.float32 and state["exp_avg_sq"].shape == block_shape(param)
+            assert state["exp_avg_sq"].nbytes <= 0.1 * param.numel()
+        for key in ("exp_avg", "exp_avg_sq"):
+            if f"{key}_scale" in state:
+                assert state[f"{key}_scale"].shape == block_shape(param)
+                assert state[key].nbytes + state[f"{key}_scale"].nbytes <= 1.07 * param.numel()
+
+
+@by_engine
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+@pytest.mark.parametrize("mode", MODES)
+def test_engines_agree_and_resumed_runs_too(mode: str, dtype: torch.dtype, engine: str) -> None:
+    """Against the reference engine, whole tensors beside one another or not; and saved, loaded in a new optimizer."""
+    results = []
+    for execution, stop in (("single", False), (engine, True)):
+        params = new_params(dtype)
+        optimizer = optimizer_for(params, execution=execution, lr=1e-2, **MODES[mode])
+        take_steps(optimizer, params, range(3))
+        if stop:
+            file = through_a_file(optimizer.state_dict())
+            params = [nn.Parameter(param.detach().clone()) for param in params]
+            optimizer = LuminaV(params, execution=execution)
+            optimizer.load_state_dict(file)
+        take_steps(optimizer, params, range(3, 6))
+        results.append(state_of(optimizer, params))
+    assert_same_state(*results)
+
+
+@by_engine
+@pytest.mark.parametrize("layout", ["transposed", "channels_last"])
+@pytest.mark.parametrize("mode", ["codes", "both-one_pass"])
+def test_layouts_change_no_bit(mode: str, layout: str, engine: str) -> None:
+    shape = (8, 16, 8, 8) if layout == "channels_last" else (80, 64)
+    results = []
+    for strides in ("contiguous", layout):
+        params = [parameter(normal(shape, 0, scale=0.1), torch.bfloat16, strides)]
+        assert in_blocks(params[0])
+        optimizer = LuminaV(params, execution=engine, lr=1e-2, **MODES[mode])
+        for step in range(3):
+            params[0].grad = normal(shape, step, dtype=torch.bfloat16)
+            optimizer.step()
+        results.append({key: value.contiguous() for key, value in state_of(optimizer, params).items()})
+    assert_same_state(*results)
+
+
+def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, and with them blocks, stay whole however small the pieces are."""
+    results = []
+    for limit in (1 << 18, 100):
+        monkeypatch.setattr("luminav.engines.bundle.CPU_PIECE", limit)
+        params = [parameter(normal((64, 128), 0, scale=0.1), torch.bfloat16)]
+        optimizer = LuminaV(params, lr=1e-2, bound=False, cautious=False, **MODES["both"])  # no sums over pieces
+        take_steps(optimizer, params, range(3))
+        results.append(state_of(optimizer, params))
+    assert_same_state(*results)
+
+
+# ---- switching forms -----------------------------------------------------------------------------------------------
+
+
+def switched(start: dict[str, Any], then: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """A parameter, its state after some steps, and that state as another mode keeps it."""
+    param = parameter(normal((64, 128), 0, scale=0.1), torch.float32)
+    optimizer = LuminaV([param], **start)
+    take_steps(optimizer, [param], range(3))
+    before = {key: value.clone() for key, value in optimizer.state[param].items()}
+    after = dict(before)
+    conform(after, param, Options.from_group(then), step_on_device=False)
+    return param, before, after
+
+
+def test_codes_are_widened_when_the_group_wants_16_bits() -> None:
+    param, before, after = switched(CODED, {})
+    assert after["exp_avg"].dtype == torch.float32 and "exp_avg_scale" not in after
+    for old, new in zip(moments(param, before), moments(param, after), strict=True):
+        assert old is not None and new is not None and torch.equal(old, new)
+
+
+def test_moments_are_coded_when_the_group_wants_8_bits() -> None:
+    _param, before, after = switched({}, CODED)
+    assert after["exp_avg"].dtype == torch.uint8 == after["exp_avg_sq"].dtype
+    for key, top in (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP)):
+        codes, scales = encode(before[key].view(-1, 64), top, None)
+        assert torch.equal(scales.view(64, 2), after[f"{key}_scale"])
+        assert torch.equal(codes.view(64, 128), after[key])
+
+
+def test_a_shared_variance_is_the_mean_and_spreads_again() -> None:
+    param, before, after = switched({}, SHARED)
+    assert torch.allclose(after["exp_avg_sq"].double(), before["exp_avg_sq"].double().view(64, 2, 64).mean(2))
+    param, before, after = switched(SHARED, {})
+    assert after["exp_avg_sq"].shape == param.shape
+    assert torch.equal(after["exp_avg_sq"].double(), moments(param, before)[1])
+
+
+def test_an_older_file_is_coded_when_it_is_loaded() -> None:
+    """A file from before there was `state_bits` says nothing of it: the optimizer's own setting holds."""
+    params = new_params(torch.bfloat16)
+    old = LuminaV(params)
+    take_steps(old, params, range(2))
+    file = old.state_dict()
+    for group in file["param_groups"]:
+        del group["state_bits"], group["block_variance"]
+    new = LuminaV(params, **CODED)
+    new.load_state_dict(through_a_file(file))
+    take_steps(new, params, range(2, 3))
+    assert new.state[params[0]]["exp_avg"].dtype == torch.uint8
+    single = LuminaV(params, **SHARED)
+    single.load_state_dict(through_a_file(file))
+    assert not single.param_groups[0]["block_variance"] and single.param_groups[0]["buffer"] == 2
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_bits": 4}, r"state_bits must be one of 8, 16, got 4\."),
+        ({"block_variance": True}, r"block_variance=True needs buffer=1"),
+        ({"state_bits": 8, "master_weights": "full"}, r'Use master_weights="semi"'),
+        ({"state_bits": 8, "fsdp_sync": True}, r"state_bits=8 cannot be combined with fsdp_sync=True"),
+        ({"fsdp_sync": True, **SHARED}, r"block_variance=True cannot be combined with fsdp_sync=True"),
+    ],
+)
+def test_what_excludes_each_other_is_refused(options: dict[str, Any], message: str) -> None:
+    param = nn.Parameter(torch.zeros(64, 64))
+    with pytest.raises(ValueError, match=message):
+        LuminaV([param], **options)
+    optimizer = LuminaV([param])
+    optimizer.param_groups[0].update(options)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert not param.detach().any() and not optimizer.state.get(param)
+
+
+def test_codes_without_scales_are_refused() -> None:
+    params = new_params(torch.bfloat16)
+    optimizer = LuminaV(params, **CODED)
+    take_steps(optimizer, params, range(1))
+    file = optimizer.state_dict()
+    file["state"][0] = {key: value for key, value in file["state"][0].items() if key != "exp_avg_scale"}
+    with pytest.raises(ValueError, match="has 8-bit codes as 'exp_avg', but no 'exp_avg_scale'"):
+        LuminaV(params, **CODED).load_state_dict(file)

@@ -25,7 +25,7 @@ NOT_NULL = 16
 
 @dataclass(eq=False)
 class TensorStep:
-    """One parameter's share of a step: its tensors, of the parameter's shape where nothing else is said, and its noise."""
+    """One parameter's share of a step: its tensors, of its shape where nothing else is said, and its noise."""
 
     param: Tensor
     grad: Tensor | None
@@ -50,7 +50,7 @@ class TensorStep:
     master_remainder: Tensor | None = None
     """What a BF16 parameter lacks of its FP32 master weight, int16."""
     exp_avg_scale: Tensor | None = None
-    """Where exp_avg holds 8-bit codes: their scales, shaped like :func:`luminav.blocks.block_shape` of the parameter."""
+    """Where exp_avg holds 8-bit codes: their scales, of the shape :func:`luminav.blocks.block_shape`."""
     exp_avg_sq_scale: Tensor | None = None
     """Likewise for exp_avg_sq."""
     block_variance: bool = False

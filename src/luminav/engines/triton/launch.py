@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, Scales, TensorStep
-from luminav.engines.triton import kernels
+from luminav.engines.triton import kernels, memory, scalars
 from luminav.engines.triton import tables as columns
 from luminav.hyperparameters import Options
 from luminav.rule import NUM_SUMS
@@ -38,7 +38,7 @@ class Shape:
 
 
 _read_by_graphs: list[Tensor] = []  # for good: a captured graph may outlive the optimizer, and its replays read them
-INTERPRETED = kernels.INTERPRETED.value
+INTERPRETED = memory.INTERPRETED.value
 RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
 MEASURE = Shape(1024, 8, 4, 96)
@@ -225,7 +225,7 @@ class Launch:
         self.scaled = grad_scale is not None or any(batch.options.maximize for batch in self.batches)
         self._launch(
             None if grad_scale is not None or found_inf is not None else ("numbers", kept),
-            kernels.numbers_kernel, triton.cdiv(num, 32),
+            scalars.numbers_kernel, triton.cdiv(num, 32),
             self.numbers, self.keys, self.grads, self.steps, self.tensor_group, self.tensor_index, self.fp16_flags,
             self.groups, self.kept_scales,
             self.numbers if grad_scale is None else grad_scale, self.numbers if found_inf is None else found_inf, num,
@@ -239,7 +239,7 @@ class Launch:
             *self._common(), self.lookahead_partials, **self._types(), **self._shape(MEASURE),
         )  # fmt: skip
         self._launch(
-            ("rms",), kernels.rms_kernel, len(self.steps_of),
+            ("rms",), scalars.rms_kernel, len(self.steps_of),
             self.numels, self.first_programs, self.num_programs, self.lookahead_partials, self.lookahead_sums,
             self.numbers, self.keys, self.tensor_group, self.fp16_flags, self.groups, BLOCK=ROWS, num_warps=4,
         )  # fmt: skip
@@ -256,7 +256,7 @@ class Launch:
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
         """Sums from partials (`reduce`); scales from sums, for this step (`exact`) or the next (`blend`)."""
         self._launch(
-            ("scales", reduce, exact, blend), kernels.scales_kernel, len(self.steps_of),
+            ("scales", reduce, exact, blend), scalars.scales_kernel, len(self.steps_of),
             self.partials, self.first_programs, self.num_programs, self.numels, self.sums, self.nonfinite_counts,
             self.whole_nonfinite, self.numbers, self.keys, self.tensor_group, self.groups, self.kept_scales,
             REDUCE=reduce, EXACT=exact, BLEND=blend, BLOCK=ROWS, num_warps=8,

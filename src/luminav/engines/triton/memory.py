@@ -1,0 +1,246 @@
+"""Where a program's elements are, and how weights and moments are loaded and stored, in every form they are kept in."""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+from luminav.engines.triton import rounding, rule
+from luminav.engines.triton.tables import (
+    EXP_AVG,
+    EXP_AVG_SCALE,
+    EXP_AVG_SQ,
+    EXP_AVG_SQ_SCALE,
+    NUM_POINTERS,
+    SPLIT_MASTER,
+    WHOLE_MASTER,
+)
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Whether Triton interprets the kernels; it reads this too when they are defined."""
+
+
+@triton.jit
+def place(pid, t, first_programs, numels, SPAN: tl.constexpr, ALIGNED: tl.constexpr):
+    """Which of its tensor's programs this is, its first element, and how many are left from there on."""
+    chunk = (pid - tl.load(first_programs + t)).to(tl.int64)
+    start = chunk * SPAN
+    numel = tl.load(numels + t)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    return chunk, start, numel - start
+
+
+@triton.jit
+def tensor_pointer(table, row, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer out of a table of addresses."""
+    pointer = tl.load(table + row).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def master_pointer(table, row, FORM: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to master weights, or to remainders."""
+    if FORM == SPLIT_MASTER:
+        return tensor_pointer(table, row, tl.int16, ALIGNED)
+    else:
+        return tensor_pointer(table, row, tl.float32, ALIGNED)
+
+
+@triton.jit
+def tile(first, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """BLOCK consecutive offsets from `first` on; for state in blocks as rows of 64."""
+    if IN_BLOCKS:
+        rows = tl.arange(0, BLOCK // rounding.BLOCK)
+        return first + rows[:, None] * rounding.BLOCK + tl.arange(0, rounding.BLOCK)[None, :]
+    else:
+        return first + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Zeros shaped like :func:`tile`."""
+    if IN_BLOCKS:
+        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK], TYPE)
+    else:
+        return tl.zeros([BLOCK], TYPE)
+
+
+@triton.jit
+def total(x, IN_BLOCKS: tl.constexpr):
+    """Sum over a tile."""
+    if IN_BLOCKS:
+        return tl.sum(tl.sum(x, 1), 0)
+    else:
+        return tl.sum(x, 0)
+
+
+@triton.jit
+def block_tile(first, left, BLOCK: tl.constexpr):
+    """For a tile of 64-element rows: offsets of what is kept per row, and which rows there are."""
+    rows = tl.arange(0, BLOCK // rounding.BLOCK)
+    return first // rounding.BLOCK + rows, first + rows * rounding.BLOCK < left
+
+
+@triton.jit
+def moment_pointer(table, row, start, TYPE: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to a program's part of a moment."""
+    if SHARED:
+        return tensor_pointer(table, row, tl.float32, ALIGNED) + start // rounding.BLOCK
+    else:
+        return tensor_pointer(table, row, TYPE, ALIGNED) + start
+
+
+@triton.jit
+def state_pointers(pointers, t, start, MOMENT: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr):
+    """A program's part of exp_avg and exp_avg_sq, and of the scales of their 8-bit codes."""
+    row = t * NUM_POINTERS
+    block = start // rounding.BLOCK
+    return (
+        moment_pointer(pointers, row + EXP_AVG, start, MOMENT, False, ALIGNED),
+        moment_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, SHARED, ALIGNED),
+        moment_pointer(pointers, row + EXP_AVG_SCALE, block, tl.uint8, False, ALIGNED),
+        moment_pointer(pointers, row + EXP_AVG_SQ_SCALE, block, tl.uint8, False, ALIGNED),
+    )
+
+
+@triton.jit
+def load_moment(
+    pointer, scales, first, left, offsets, mask, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A moment as FP32, widened from 8-bit codes where those are kept; where SHARED one element per row."""
+    if SHARED:
+        rows, inside = block_tile(first, left, BLOCK)
+        return tl.load(pointer + rows, mask=inside, other=0.0)
+    elif tl.uint8 == TYPE:
+        rows, inside = block_tile(first, left, BLOCK)
+        scale = tl.load(scales + rows, mask=inside, other=0)
+        return rounding.decode(tl.load(pointer + offsets, mask=mask, other=0), scale, TOP)
+    else:
+        return load_float(pointer, offsets, mask, TYPE)
+
+
+@triton.jit
+def store_moment(
+    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, TOP: tl.constexpr,
+    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
+    if SHARED:
+        rows, inside = block_tile(first, left, BLOCK)
+        tl.store(pointer + rows, x, mask=inside)
+    elif tl.uint8 == TYPE:
+        rows, inside = block_tile(first, left, BLOCK)
+        codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC)
+        tl.store(pointer + offsets, codes, mask=mask)
+        tl.store(scales + rows, scale, mask=inside)
+    else:
+        store_rounded(pointer, offsets, mask, x, noise, TYPE, STOCHASTIC)
+
+
+@triton.jit
+def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
+    """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen."""
+    if INTERPRETED and tl.bfloat16 == TYPE:
+        bits = tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
+        return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.constexpr):
+    """Weights in full, as FP32."""
+    if FORM == WHOLE_MASTER:
+        return tl.load(master + offsets, mask=mask, other=0.0)
+    elif FORM == SPLIT_MASTER:
+        upper = tl.load(param.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0).to(tl.uint32) << 16
+        lower = tl.load(master + offsets, mask=mask, other=0).to(tl.int32)
+        return rounding.join_master(upper, lower)
+    else:
+        return load_float(param, offsets, mask, TYPE)
+
+
+@triton.jit
+def store_rounded(pointer, offsets, mask, x, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Store FP32 values, already saturated, in TYPE."""
+    if tl.bfloat16 == TYPE:
+        bits = rounding.to_bf16_bits(x, noise, STOCHASTIC)
+        tl.store(pointer.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
+    elif tl.float16 == TYPE:
+        tl.store(pointer + offsets, rounding.to_fp16(x, noise, STOCHASTIC), mask=mask)
+    else:
+        tl.store(pointer + offsets, x, mask=mask)
+
+
+@triton.jit
+def saturate(x, TYPE: tl.constexpr):
+    """x within the finite range of TYPE."""
+    return tl.minimum(tl.maximum(x, -largest(TYPE)), largest(TYPE))
+
+
+@triton.jit
+def largest(TYPE: tl.constexpr):
+    """The largest finite value of a storage type."""
+    if tl.bfloat16 == TYPE:
+        return rounding.BF16_MAX
+    elif tl.float16 == TYPE:
+        return rounding.FP16_MAX
+    elif tl.uint8 == TYPE:
+        return rounding.LARGEST_CODED
+    else:
+        return rule.FP32_MAX
+
+
+@triton.jit
+def noise_words(key, first_index, start, OFFSET: tl.constexpr):
+    """The tensor's noise key with the high index word mixed in, and the low word of the program's first element.
+
+    Programs start at multiples of their size, so the high word is the same in a program. With OFFSET (a shard) it is so
+    because shards that reach beyond 2³² elements go to another engine.
+    """
+    index = start.to(tl.uint64)
+    if OFFSET:
+        index += tl.load(first_index).to(tl.uint64)
+    high = (index >> 32).to(tl.uint32)
+    first = tl.load(key).to(tl.uint32, bitcast=True) + high * rounding.HIGH_0
+    second = tl.load(key + 1).to(tl.uint32, bitcast=True) + high * rounding.HIGH_1
+    return first, second, index.to(tl.uint32)
+
+
+@triton.jit
+def store_weight(param, offsets, mask, moved, before, finite, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Weights without a master. Non-finite ones are stored as they were: a mask per element would cost the vectors."""
+    moved = saturate(moved, TYPE)
+    if tl.bfloat16 == TYPE:
+        bits = rounding.to_bf16_bits(moved, noise, STOCHASTIC)
+        old = (before.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+        tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, tl.where(finite, bits, old), mask=mask)
+    elif tl.float16 == TYPE:
+        rounded = rounding.to_fp16(moved, noise, STOCHASTIC)
+        tl.store(param + offsets, tl.where(finite, rounded, before.to(tl.float16)), mask=mask)
+    else:
+        tl.store(param + offsets, tl.where(finite, moved, before), mask=mask)
+
+
+@triton.jit
+def store_master(master, param, offsets, mask, moved, before, finite, TYPE: tl.constexpr, FORM: tl.constexpr):
+    """FP32 master weights, whole or as remainders, and the 16-bit weights that are nearest to them."""
+    limit = rounding.MASTER_CAP_BF16 if tl.bfloat16 == TYPE else rule.FP32_MAX
+    capped = tl.where(finite, tl.minimum(tl.maximum(moved, -limit), limit), before)
+    if FORM == WHOLE_MASTER:
+        tl.store(master + offsets, capped, mask=mask)
+    if tl.bfloat16 == TYPE:
+        bits = rounding.nearest_bf16_bits(capped)
+        if FORM == SPLIT_MASTER:
+            lower = capped.to(tl.int32, bitcast=True) - (bits.to(tl.uint32) << 16).to(tl.int32, bitcast=True)
+            tl.store(master + offsets, tl.where(finite, lower, 0).to(tl.int16), mask=mask)
+        tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
+    else:
+        clamped = tl.minimum(tl.maximum(capped, -rounding.FP16_MAX), rounding.FP16_MAX)
+        tl.store(param + offsets, tl.where(finite, clamped, capped).to(tl.float16), mask=mask)

@@ -21,7 +21,7 @@ WORKERS    ?= auto
 BIN := $(VENV)/bin
 PIN := $(if $(TORCH),torch==$(TORCH),$(if $(CONSTRAINT),--constraint $(CONSTRAINT)))
 
-.PHONY: demo test lint types unit format build clean FORCE
+.PHONY: demo test lint types unit format build bundle clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -49,6 +49,11 @@ format: $(VENV)/.installed-dev
 
 build: $(VENV)/.installed-dev
 	$(BIN)/python -m build
+
+# The whole package, without its command line, in dist/luminav.py.
+bundle: $(BIN)/python
+	@mkdir -p dist
+	$(BIN)/python tools/bundle.py --output dist/luminav.py
 
 # Runs under runs/ are the user's and stay.
 clean:

@@ -21,7 +21,7 @@ WORKERS    ?= auto
 BIN := $(VENV)/bin
 PIN := $(if $(TORCH),torch==$(TORCH),$(if $(CONSTRAINT),--constraint $(CONSTRAINT)))
 
-.PHONY: demo test lint types unit format build bundle clean FORCE
+.PHONY: demo test lint types unit format build bundle docs clean FORCE
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -55,9 +55,13 @@ bundle: $(BIN)/python
 	@mkdir -p dist
 	$(BIN)/python tools/bundle.py --output dist/luminav.py
 
+# The documents as a site under site/. Any warning is an error. To see it while writing: .venv/bin/mkdocs serve
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m mkdocs build --strict
+
 # Runs under runs/ are the user's and stay.
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -182,7 +182,7 @@ class LuminaV(Optimizer):
             ValueError: A bad option in a group; a gradient or a state that does not fit its parameter.
             RuntimeError: An engine that cannot run on a parameter's device.
 
-            Whatever is raised here comes before any weight, state or step count has changed.
+        Whatever is raised here comes before any weight, state or step count has changed.
         """
         loss = None
         if closure is not None:

@@ -51,7 +51,7 @@ def rounding() -> Picture:
     axes.curve(lines["mean"], BLUE, width=2.5)
     axes.curve(lines["exact"], "currentColor", dashed=True, width=1.2)
     picture.text(*axes.place(1450, 1.02), "BF16, to nearest", color=RED, bold=True)
-    picture.text(*axes.place(900, 0.55), "BF16, stochastic: mean, and one element", color=BLUE, bold=True)
+    picture.text(*axes.place(880, 0.55), "BF16, stochastic: mean and one element", color=BLUE, bold=True)
     picture.text(*axes.place(2950, 0.3), "exact: 0.999 to the power of steps", anchor="end")
     return picture
 
@@ -181,7 +181,7 @@ def distributed() -> Picture:
     picture = Picture("Every rank sends its sums in one message, and all work out the same scales", 262)
     for number in range(3):
         x = 10 + 158 * number
-        picture.box(x, 10, 144, [f"rank {number}", "its part of each tensor", "sums: 48 B a tensor"], BLUE)
+        picture.box(x, 10, 144, [f"rank {number}", "its part of a tensor", "sums: 48 B a tensor"], BLUE)
         picture.arrow(x + 72, 72, x + 72, 98)
         picture.arrow(x + 72, 150, x + 72, 176)
         picture.box(x, 180, 144, ["the same c and s", "update of its part,", "noise by global index"], GREEN)
@@ -223,19 +223,19 @@ def engines() -> Picture:
         "one-pass": (("update", GREEN), ("blend scales", ORANGE)),
         "buffer=1": (("measure m̃²", BLUE), ("measure", BLUE), ("scales", ORANGE), ("update", GREEN)),
     }
-    picture = Picture("Measure, scales, update: the order in each mode", 40 + 58 * len(modes))
+    picture = Picture("Measure, scales, update: the order in each mode", 34 + 66 * len(modes))
     for number, (mode, verbs) in enumerate(modes.items()):
-        y = 10 + 58 * number
-        picture.text(4, y + 19, mode, bold=True)
+        y = 22 + 66 * number
+        picture.text(10, y - 6, mode)
         for place, (verb, color) in enumerate(verbs):
-            x = 66 + 104 * place
-            picture.box(x, y, 90, [verb], color)
+            x = 10 + 119 * place
+            picture.box(x, y, 102, [verb], color)
             if place:
-                picture.arrow(x - 13, y + 15, x - 1, y + 15)
-    picture.rect(70, picture.height - 25, 12, 12, BLUE, opacity=0.4)
-    picture.text(87, picture.height - 15, "reads memory")
-    picture.rect(190, picture.height - 25, 12, 12, GREEN, opacity=0.4)
-    picture.text(207, picture.height - 15, "reads and writes memory")
+                picture.arrow(x - 16, y + 15, x - 2, y + 15)
+    picture.rect(10, picture.height - 25, 12, 12, BLUE, opacity=0.4)
+    picture.text(27, picture.height - 15, "reads memory")
+    picture.rect(140, picture.height - 25, 12, 12, GREEN, opacity=0.4)
+    picture.text(157, picture.height - 15, "reads and writes memory")
     return picture
 
 

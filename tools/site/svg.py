@@ -28,7 +28,7 @@ class Picture:
         self.parts: list[str] = []
 
     def text(
-        self, x: float, y: float, words: str, *, anchor: str = "start", size: float = 12, color: str = "currentColor",
+        self, x: float, y: float, words: str, *, anchor: str = "start", size: float = 13, color: str = "currentColor",
         bold: bool = False, faint: bool = False,
     ) -> None:  # fmt: skip
         more = (' font-weight="600"' if bold else "") + (' opacity="0.75"' if faint else "")
@@ -56,7 +56,7 @@ class Picture:
         height = 14 + 15 * len(words)
         self.rect(x, y, width, height, color, opacity=0.14, outline=True, radius=4)
         for number, word in enumerate(words):
-            size = 12 if number == 0 else 11
+            size = 13 if number == 0 else 12
             self.text(x + width / 2, y + 19 + 15 * number, word, anchor="middle", size=size, bold=number == 0)
 
     def curve(
@@ -95,10 +95,10 @@ class Axes:
         for value, words in y_ticks.items():
             _, y = self.place(self.x[0], value)
             picture.line(self.left, y, self.right, y, opacity=0.15)
-            picture.text(self.left - 6, y + 4, words, anchor="end", size=11, faint=True)
+            picture.text(self.left - 6, y + 4, words, anchor="end", size=12, faint=True)
         for value, words in x_ticks.items():
             x, _ = self.place(value, self.y[0])
-            picture.text(x, self.bottom + 15, words, anchor="middle", size=11, faint=True)
+            picture.text(x, self.bottom + 15, words, anchor="middle", size=12, faint=True)
         picture.line(self.left, self.bottom, self.right, self.bottom, opacity=0.5)
         picture.text((self.left + self.right) / 2, self.bottom + 31, x_label, anchor="middle")
         picture.text(4, self.top - 6, y_label)

@@ -23,6 +23,8 @@ from luminav.hyperparameters import OPTIONS
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "luminav"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LIBRARIES = [str(ROOT / "tests" / "integrations" / "script.py")]
+"""Runs a script that uses the libraries of the test extra."""
 LARGEST_FILE = 1_000_000
 UNVERSIONED = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 
@@ -62,7 +64,7 @@ def test_python_blocks_of_the_documents_run(document: Path, tmp_path: Path) -> N
     shutil.copy(ROOT / "config.json", tmp_path)
     (tmp_path / "blocks.py").write_text("\n".join(blocks), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(Path(luminav.__file__).parent.parent)}  # the package under test
-    command = [sys.executable, "blocks.py"]
+    command = [sys.executable, *(LIBRARIES if document.name == "trainers.md" else []), "blocks.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 

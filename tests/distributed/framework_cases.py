@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from luminav import LuminaV
@@ -34,40 +31,53 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-def accelerate_round_trip(full: bool, checkpoint: str) -> bool:
-    """Accelerate's own functions for FSDP checkpoints, which it does not reach on the CPU by itself."""
-    from accelerate import FullyShardedDataParallelPlugin, PartialState
-    from accelerate.utils.fsdp_utils import load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+def _as_torchrun() -> None:
+    """The environment that torchrun gives a rank."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, LOCAL_SIZE=world)
 
-    state = PartialState(cpu=True)
+
+def accelerate_run(full: bool, checkpoint: str, options: dict[str, Any]) -> tuple[bool, bool, int]:
+    """`Accelerator` with its FSDP2 plugin: prepare, accumulate, clip, save_state, load_state.
+
+    Returns:
+        Whether the weights are sharded; whether a resumed run ends with the bits of one that never stopped; steps.
+    """
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+
+    _as_torchrun()
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it keeps its plugins from the CPU
     kind = "FULL_STATE_DICT" if full else "SHARDED_STATE_DICT"
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind, cpu_offload=False)
-    accelerator = SimpleNamespace(
-        process_index=dist.get_rank(), is_main_process=dist.get_rank() == 0, is_fsdp2=True,
-        wait_for_everyone=dist.barrier, num_processes=dist.get_world_size(), state=state, device=torch.device("cpu"),
-    )  # fmt: skip
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
 
-    def start() -> tuple[nn.Module, LuminaV]:
+    def start() -> tuple[nn.Module, Any]:
         model = layers(torch.bfloat16)
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model, LuminaV(model.parameters(), lr=2e-2, fused_single_pass=True)
+        return accelerator.prepare(model, LuminaV(model.parameters(), lr=2e-2, **options))
 
-    def train(model: nn.Module, optimizer: LuminaV, steps: range) -> list[Tensor]:
-        for step in steps:
-            optimizer.zero_grad()
-            model(batch(step)).square().sum().backward()
-            optimizer.step()
+    def train(model: nn.Module, optimizer: Any, steps: range) -> list[Tensor]:
+        for micro_step in range(2 * steps.start, 2 * steps.stop):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch(micro_step)).square().sum())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 50.0)
+                optimizer.step()
+                optimizer.zero_grad()
         return copies(list(model.parameters()))
 
+    expected = train(*start(), range(20))
+    accelerator.free_memory()
+    stopped = start()
+    train(*stopped, range(12))
+    accelerator.save_state(checkpoint)
+    accelerator.free_memory()
     model, optimizer = start()
-    train(model, optimizer, range(4))
-    save_fsdp_model(plugin, accelerator, model, checkpoint)
-    save_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
-    expected = train(model, optimizer, range(4, 7))
-    model, optimizer = start()
-    load_fsdp_model(plugin, accelerator, model, checkpoint)
-    load_fsdp_optimizer(plugin, accelerator, optimizer, model, checkpoint)
-    return equal(train(model, optimizer, range(4, 7)), expected)
+    accelerator.load_state(checkpoint)
+    resumed = equal(train(model, optimizer, range(12, 20)), expected)
+    sharded = all(isinstance(param, DTensor) for param in model.parameters())
+    (steps,) = {int(state["step"]) for state in optimizer.optimizer.state.values()}
+    return sharded, resumed, steps
 
 
 def deepspeed_run(stage: int, checkpoint: str) -> tuple[bool, float, int]:
@@ -77,35 +87,41 @@ def deepspeed_run(stage: int, checkpoint: str) -> tuple[bool, float, int]:
         Whether a resumed run goes on bit for bit; the difference from unsharded training of the flat buffer; number of
         domains.
     """
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(dist.get_rank()), LOCAL_SIZE=str(dist.get_world_size()))
-    os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    _as_torchrun()
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
+    import deepspeed.ops
 
+    deepspeed.ops.__compatible_ops__ = {}  # it would compile collectives of its own, for minutes
     deepspeed.init_distributed(dist_backend="gloo")
-    model = layers(torch.float32)
-    optimizer = LuminaV(model.parameters(), lr=2e-2, fsdp_sync=True)
-    grads = _recorded(optimizer)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    def train(steps: range) -> list[Tensor]:
+    def start() -> tuple[Any, LuminaV]:
+        model = layers(torch.float32)
+        optimizer = LuminaV(model.parameters(), lr=2e-2, fsdp_sync=True)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0], optimizer
+
+    def train(engine: Any, optimizer: LuminaV, steps: range) -> list[Tensor]:
         for step in steps:
             engine.backward(engine(batch(step)).square().sum())
             engine.step()
         return copies(list(optimizer.state))
 
-    (flat,) = train(range(4))
-    difference = _unsharded(grads, flat)
-    domains = len(optimizer._stepper.sharding.domains)
+    engine, optimizer = start()
+    grads = _recorded(optimizer)
+    train(engine, optimizer, range(12))
     engine.save_checkpoint(checkpoint)
-    expected = train(range(4, 7))
-    engine.load_checkpoint(checkpoint)
-    return equal(train(range(4, 7)), expected), difference, domains
+    expected = train(engine, optimizer, range(12, 20))
+    difference = _unsharded(grads, *expected)
+    domains = len(optimizer._stepper.sharding.domains)
+    resumed, optimizer = start()
+    resumed.load_checkpoint(checkpoint)
+    return equal(train(resumed, optimizer, range(12, 20)), expected), difference, domains
 
 
 def _recorded(optimizer: LuminaV) -> list[tuple[Tensor, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import framework_cases as cases
 import pytest
@@ -11,12 +12,16 @@ import ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, ranks.needs_gloo]
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["sharded", "whole"])
-def test_accelerate_saves_and_loads(full: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("full", "options"),
+    [(False, {}), (False, {"master_weights": "semi"}), (True, {"fused_single_pass": True})],
+    ids=["sharded", "sharded-semi", "whole-one-pass"],
+)
+def test_accelerate_fsdp2_resumes_to_the_bit(full: bool, options: dict[str, Any], tmp_path: Path) -> None:
     """FSDP2. For FSDP1 it offloads, which loses state of CPU tensors, AdamW's too (torch 2.13)."""
-    pytest.importorskip("accelerate")
-    arguments = {"full": full, "checkpoint": str(tmp_path / "saved")}
-    assert ranks.run(cases.accelerate_round_trip, 2, tmp_path, **arguments) == [True, True]
+    arguments = {"full": full, "checkpoint": str(tmp_path / "saved"), "options": options}
+    for sharded, resumed, steps in ranks.run(cases.accelerate_run, 2, tmp_path, **arguments):
+        assert sharded and resumed and steps == 20
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -38,7 +38,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="text file, or folder of text files")
     parser.add_argument("--output", type=Path, default=Path("runs/finetuned"), help="folder of checkpoints and result")
     parser.add_argument("--steps", type=int, default=100, help="steps in all, those before a resume included")
-    parser.add_argument("--save-every", type=int, default=50, metavar="STEPS")
+    parser.add_argument("--save-every", type=int, default=25, metavar="STEPS")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, default=128, help="tokens in a row")
     parser.add_argument("--lr", type=float, help="2e-5, or 4e-3 for the tiny new model")

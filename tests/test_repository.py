@@ -64,7 +64,7 @@ def test_python_blocks_of_the_documents_run(document: Path, tmp_path: Path) -> N
     shutil.copy(ROOT / "config.json", tmp_path)
     (tmp_path / "blocks.py").write_text("\n".join(blocks), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(Path(luminav.__file__).parent.parent)}  # the package under test
-    command = [sys.executable, *(LIBRARIES if document.name == "trainers.md" else []), "blocks.py"]
+    command = [sys.executable, *(LIBRARIES if "transformers" in "".join(blocks) else []), "blocks.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,9 +19,9 @@ from safetensors.torch import load_file
 EXAMPLES = Path(script.__file__).resolve().parents[2] / "examples"
 
 
-def run(name: str, *options: str, folder: Path) -> str:
+def run(name: str, *options: str, folder: Path, **more: str) -> str:
     command = [sys.executable, script.__file__, str(EXAMPLES / name), *options]
-    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent / "src"), "OMP_NUM_THREADS": "1", **more}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -78,3 +79,17 @@ def test_vision_trains_and_resumes(tmp_path: Path) -> None:
     whole, resumed = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "part"))
     assert resumed["step"] == whole["step"] == 30
     tiny.assert_same_weights(resumed["model"], whole["model"])
+
+
+def test_notebook_runs_top_to_bottom(tmp_path: Path) -> None:
+    """Its code cells as one script, with few steps. It is committed without what it printed."""
+    notebook = json.loads((EXAMPLES / "luminav_quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    (tmp_path / "notebook.py").write_text("\n\n".join("".join(cell["source"]) for cell in cells), encoding="utf-8")
+    environment = {"LUMINAV_NOTEBOOK_STEPS": "24", "MPLBACKEND": "Agg"}
+    told = run(str(tmp_path / "notebook.py"), folder=tmp_path, **environment)
+    assert "the same bits as the run that never stopped" in told
+    assert "LuminaV, BF16: 6.0" in told and "AdamW, FP32:  12.0" in told
+    losses = [float(loss) for loss in re.findall(r"validation loss ([\d.]+)", told)]
+    assert len(losses) == 2 and max(losses) < 5.0  # ln 256 = 5.5 is chance

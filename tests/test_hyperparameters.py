@@ -12,8 +12,8 @@ import support
 import torch
 from support import PROCESS_DEFAULTS, normal, parameter
 
-from luminav import LuminaV
-from luminav.hyperparameters import MASTER_WEIGHTS_ALIASES, OPTIONS, Options, refuse_misspelt_options
+from luminav import LuminaV, preset
+from luminav.hyperparameters import MASTER_WEIGHTS_ALIASES, OPTIONS, PRESETS, Options, refuse_misspelt_options
 
 
 def one(**options: Any) -> LuminaV:
@@ -236,3 +236,27 @@ def test_options_of_a_group_are_frozen_and_complete() -> None:
     with pytest.raises(AttributeError):
         options.lr = 1.0  # type: ignore[misc]
     assert math.isclose(Options.from_group({}).weight_decay, 0.08)
+
+
+# ---- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_changes_what_it_names_and_nothing_else(name: str) -> None:
+    chosen = preset(name)
+    assert set(chosen) <= {option.name for option in OPTIONS.values() if not option.process}
+    (group,) = LuminaV([parameter(normal((3,), 0))], **chosen).param_groups
+    for option in OPTIONS.values():
+        assert group[option.name] == chosen.get(option.name, option.default), option.name
+
+
+def test_a_preset_is_the_callers_to_change() -> None:
+    preset("pretrain")["lr"] = 7.0
+    assert preset("pretrain")["lr"] != 7.0
+
+
+def test_an_unknown_preset_is_refused_with_the_choices() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("name must be one of 'pretrain', 'finetune', 'smallest', got 'best'.")
+    ):
+        preset("best")

@@ -18,7 +18,7 @@ import torch
 
 import luminav
 from luminav import LuminaV
-from luminav.hyperparameters import OPTIONS
+from luminav.hyperparameters import OPTIONS, PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "luminav"
@@ -86,6 +86,13 @@ def test_readme_table_is_the_declaration() -> None:
     assert stated == [(o.name, o.default, o.meaning) for o in OPTIONS.values()]
 
 
+def test_table_of_presets_is_the_declaration() -> None:
+    text = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(\w+)"` \| .+ \| `(.+)` \|$', text, flags=re.MULTILINE)
+    stated = {name: eval(f"dict({options})") for name, options in rows}
+    assert stated == {name: dict(preset.options) for name, preset in PRESETS.items()}
+
+
 def test_both_dois_are_named() -> None:
     for name in ("README.md", "CITATION.cff"):
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -101,6 +108,13 @@ def test_config_json_holds_the_rules_defaults() -> None:
     assert params == {name: plain(option.default) for name, option in OPTIONS.items() if not option.process}
     optimizer = LuminaV([torch.nn.Parameter(torch.ones(3))], **params)
     assert {name: plain(optimizer.defaults[name]) for name in params} == params
+
+
+def test_config_json_carries_the_presets() -> None:
+    presets = json.loads((ROOT / "config.json").read_text(encoding="utf-8"))["presets"]
+    assert presets == {
+        name: {option: plain(value) for option, value in preset.options.items()} for name, preset in PRESETS.items()
+    }
 
 
 def test_version_stands_in_one_place() -> None:

@@ -294,3 +294,48 @@ def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Parameter dtypes the optimizer takes."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Options that go together for a purpose; every other option keeps its default."""
+
+    purpose: str
+    options: Mapping[str, Any]
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "pretrain": Preset(
+            "A decoder from random weights: a variance that forgets within twenty steps, and no gate.",
+            MappingProxyType({"lr": 1.6e-3, "betas": (0.9, 0.95), "cautious": False}),
+        ),
+        "finetune": Preset(
+            "Going on from trained weights, in steps below half a unit in a weight's last place.",
+            MappingProxyType({"lr": 1e-5}),
+        ),
+        "smallest": Preset(
+            "The least memory between steps.",
+            MappingProxyType({"buffer": 1}),
+        ),
+    }
+)
+"""Name to :class:`Preset`. ``config.json`` carries the same; their rows are ``converge/`` in benchmarks/results.csv."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """Return the options of a preset, for ``LuminaV(params, **luminav.preset("pretrain"))``.
+
+    Args:
+        name: "pretrain" (a decoder from random weights), "finetune" (going on from trained weights) or "smallest" (the
+            least memory).
+
+    Returns:
+        Option name to value, a new dict: ``preset("pretrain") | {"lr": 1e-3}`` has another rate.
+
+    Raises:
+        ValueError: There is no such preset.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}, got {name!r}.")
+    return dict(PRESETS[name].options)

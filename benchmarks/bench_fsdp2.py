@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from _claims import most_ulps
+from _pretrain_run import CONFIG, build_model, loss_of, text_tokens
 from _rows import RESULTS, append_rows
-from bench_pretrain import CONFIG, build_model, loss_of, text_tokens
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh

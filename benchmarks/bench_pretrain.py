@@ -1,187 +1,228 @@
 """Pretraining steps of a 4.2 B-parameter model: memory, step time and loss of every optimizer mode, side by side.
 
-    python benchmarks/bench_pretrain.py                                    every contender, 20 steps each
-    python benchmarks/bench_pretrain.py --contenders none none-release --checkpointing --limit-gib 27.5
+    python benchmarks/bench_pretrain.py --steps 250 --public-luminav FOLDER   M1 to M6, ours and the public package's
+    python benchmarks/bench_pretrain.py --contenders M1 M1-release --checkpointing --limit-gib 27.5
+    python benchmarks/bench_pretrain.py --chart                               draw the chart from the rows
 
 The model is Qwen3.5-4B's architecture from its config (qwen4b_config.json), random weights, BF16, SDPA; one sequence of
 512 tokens of real text a step: the source of Python's standard library, its words numbered by their hash. The loss is
-worked out in chunks of 128 tokens. --limit-gib caps the process's memory, so that a run that ends fits.
-Each contender has a process of its own. Rows go to benchmarks/results.csv, or to the file that --out names.
-Needs transformers and a GPU.
+worked out in chunks of 128 tokens. The learning rate warms up to 8e-4 over 25 steps and falls to zero along a cosine.
+
+M1 and M2 are master_weights="none" exact and in one pass, M3 and M4 "semi", M5 and M6 "full"; public-M1 and so on are
+the public package's, whose folder --public-luminav names. A one-pass mode's weights are compared with its exact twin's
+after the last step. Each contender has a process of its own. Rows go to benchmarks/results.csv, or to the file that
+--out names, as soon as a contender has ended; one that has its rows there is skipped, so a cut run goes on.
+--stop-after SECONDS starts no contender that would not end in time. --devices N runs on N GPUs at once; --per-gpu N
+puts N processes on each, for losses and memory alone: times are not recorded then. --limit-gib caps a process's memory.
+Needs transformers, and a GPU (--tiny tries it out without).
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import math
 import os
-import re
-import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import _checkout  # noqa: F401
 import torch
+from _pretrain_chart import draw_chart
+from _pretrain_run import COMPARED, CONTENDERS, Job
 from _rows import RESULTS, append_rows
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-import luminav
-from luminav import LuminaV
-
-CONFIG = Path(__file__).with_name("qwen4b_config.json")
-TOKENS, CHUNK = 512, 128
-LR = 8e-4
-WARM_UP = 5  # steps that are left out of the times
-GIB = 2**30
-
-
-def _luminav(**options: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    return lambda params: LuminaV(params, lr=LR, execution="triton", **options)
-
-
-CONTENDERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "none": _luminav(),
-    "none-onepass": _luminav(fused_single_pass=True),
-    "buffer1": _luminav(buffer=1),
-    "semi": _luminav(master_weights="semi"),
-    "full": _luminav(master_weights="full"),
-    "adamw-fused": lambda params: torch.optim.AdamW(params, lr=LR, fused=True),
-}
-"""With "-release" behind its name, a LuminaV contender runs under gradient release."""
-
-
-def text_tokens(vocab_size: int, count: int) -> Tensor:
-    """Token numbers of real text: words and signs of the standard library's source, each numbered by its CRC-32."""
-    numbers: list[int] = []
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        words = re.findall(r"\w+|[^\w\s]|\n", path.read_text(encoding="utf-8", errors="replace"))
-        numbers += [zlib.crc32(word.encode()) % vocab_size for word in words]
-        if len(numbers) >= count:
-            return torch.tensor(numbers[:count])
-    raise SystemExit(f"the standard library has {len(numbers)} words only, {count} are needed.")
-
-
-def build_model(config: dict[str, Any], device: torch.device) -> nn.Module:
-    """The architecture with random weights, BF16."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    values = {key: value for key, value in config.items() if key != "model_type"}
-    with torch.device(device):
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **values), dtype=torch.bfloat16
-        )
-    return model
-
-
-def loss_of(model: Any, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token, the logits made again in backward, chunk by chunk."""
-    hidden = model.model(input_ids=tokens[None, :-1], use_cache=False).last_hidden_state[0]
-    targets = tokens[1:]
-
-    def chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
-
-    total = torch.zeros((), device=tokens.device)
-    for part, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK)):
-        total = total + checkpoint(chunk_loss, part, wanted, use_reentrant=False)
-    return total / len(targets)
-
-
-def train(arguments: argparse.Namespace) -> dict[str, float]:
-    """One contender's steps."""
-    device = torch.device("cuda")
-    if arguments.limit_gib is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(arguments.limit_gib * GIB / total)
-    config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    model = build_model(config, device)
-    if arguments.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    name = arguments.worker.removesuffix("-release")
-    optimizer = CONTENDERS[name](model.parameters())
-    if arguments.worker.endswith("-release"):
-        luminav.enable_gradient_release(model, optimizer)  # type: ignore[arg-type]
-    tokens = text_tokens(config["vocab_size"], arguments.steps * (TOKENS + 1)).view(arguments.steps, -1).to(device)
-    losses, times = [], []
-    for step in range(arguments.steps):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        loss = loss_of(model, tokens[step])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-        losses.append(loss.item())
-    static = torch.cuda.memory_allocated()
-    return {
-        "params": float(sum(param.numel() for param in model.parameters())),
-        "static_gib": static / GIB,
-        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "step_ms": statistics.median(times[WARM_UP:]) * 1e3,
-        "first_loss": losses[0],
-        "last_loss": statistics.mean(losses[-5:]),
-    }
-
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = Path(__file__).with_name("_pretrain_run.py")
+SCRATCH = Path(tempfile.gettempdir()) / "luminav-pretrain"
+FIRST_S = 150.0
+"""Guess of a contender's time before one has been seen."""
+SLACK = 1.2
 
 UNITS = {
-    "static_gib": "GiB", "peak_gib": "GiB", "reserved_gib": "GiB", "step_ms": "ms", "first_loss": "nats",
-    "last_loss": "nats, mean of five steps",
+    "peak_gib": "GiB", "static_gib": "GiB", "dynamic_gib": "GiB", "reserved_gib": "GiB", "step_ms": "ms",
+    "optimizer_ms": "ms", "first_loss": "nats", "last_loss": "nats, mean of five steps",
 }  # fmt: skip
+SHOWN = ("peak_gib", "static_gib", "step_ms", "optimizer_ms", "first_loss", "last_loss")
 
 
-def delegate(worker: str, arguments: argparse.Namespace, report: Path) -> dict[str, float] | str:
+def unit_of(figure: str) -> str:
+    """Unit of a figure: those of UNITS, losses along the way, and shares."""
+    if figure.startswith("loss_"):
+        return UNITS["last_loss"]
+    return UNITS.get(figure, "parameters" if figure == "params" else "share")
+
+
+@dataclass
+class Session:
+    """The contenders that are left, and where their figures go."""
+
+    arguments: argparse.Namespace
+    queue: deque[list[str]]
+    """Twins together, the exact one first: the one-pass one needs its weights."""
+    deadline: float
+    longest: float = FIRST_S
+    failures: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self, device: int) -> None:
+        """Take contenders until none is left."""
+        while True:
+            with self.lock:
+                if not self.queue:
+                    return
+                names = self.queue.popleft()
+                if time.monotonic() + len(names) * SLACK * self.longest > self.deadline:
+                    print(f"left for another call, for want of time: {' '.join(names)}", flush=True)
+                    continue
+            for name in names:
+                self._take(name, device)
+
+    def _take(self, name: str, device: int) -> None:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = delegate(name, device, self.arguments, Path(folder) / "report.json")
+        case = case_of(name, self.arguments)
+        with self.lock:
+            if isinstance(found, str):
+                print(f"{name:20} {found}", flush=True)
+                self.failures += 1
+                rows: list[tuple[str, float | str, str]] = [(case, f"failed: {found}", "promise")]
+            else:
+                self.longest = max(time.monotonic() - began, 0.0 if self.longest == FIRST_S else self.longest)
+                shown = "  ".join(f"{key} {found[key]:.4g}" for key in SHOWN if key in found)
+                print(f"{name:20}{shown}  ({time.monotonic() - began:.0f} s)", flush=True)
+                rows = [
+                    (f"{case}/{key}", value, unit_of(key))
+                    for key, value in found.items()
+                    if math.isfinite(value) and not (self.arguments.per_gpu > 1 and key.endswith("_ms"))
+                ]
+            append_rows(rows, "cuda" if torch.cuda.is_available() else "cpu", self.arguments.out)
+
+
+def case_of(name: str, arguments: argparse.Namespace) -> str:
+    """Where a contender's rows begin; the settings that change a figure are part of it."""
+    case = f"pretrain/{'tiny' if arguments.tiny else 'qwen4b'}/{name}"
+    case += f"/steps-{arguments.steps}" if arguments.steps != 20 else ""
+    case += "/checkpointing" if arguments.checkpointing else ""
+    return case + (f"/limit-{arguments.limit_gib:g}" if arguments.limit_gib is not None else "")
+
+
+def delegate(name: str, device: int, arguments: argparse.Namespace, report: Path) -> dict[str, float] | str:
     """Run one contender in a process of its own; a string says how it failed."""
-    command = [sys.executable, __file__, "--worker", worker, "--report", str(report), "--steps", str(arguments.steps)]
-    command += ["--checkpointing"] if arguments.checkpointing else []
-    command += [] if arguments.limit_gib is None else ["--limit-gib", str(arguments.limit_gib)]
+    contender = CONTENDERS[name]
+    twins = {contender.twin for contender in CONTENDERS.values()}
+    has_twin = contender.twin is not None and _kept(contender.twin, arguments).exists()
+    job = Job(
+        contender=name,
+        steps=arguments.steps,
+        report=str(report),
+        keep=str(_kept(name, arguments)) if name in twins else None,
+        twin=str(_kept(contender.twin or "", arguments)) if has_twin else None,
+        checkpointing=arguments.checkpointing,
+        limit_gib=arguments.limit_gib,
+        tiny=arguments.tiny,
+    )
+    folder = arguments.public_luminav if contender.package == "public" else ROOT / "src"
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if arguments.devices > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = str(device)
+    command = [sys.executable, str(WORKER), json.dumps(asdict(job))]
     ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-    if ended.returncode == 0:
-        figures: dict[str, float] = json.loads(report.read_text())
-        return figures
-    errors = [line for line in ended.stderr.splitlines() if "Error" in line]
-    return (errors or [f"status {ended.returncode}"])[-1][:200]
+    if ended.returncode != 0:
+        errors = [line for line in ended.stderr.splitlines() if "Error" in line]
+        return (errors or ended.stderr.splitlines() or [f"status {ended.returncode}"])[-1][:200]
+    answer = json.loads(report.read_text(encoding="utf-8"))
+    if answer["luminav"] and not Path(answer["luminav"]).resolve().is_relative_to(Path(folder).resolve()):
+        return f"imported luminav from {answer['luminav']}, not from {folder}"
+    figures: dict[str, float] = answer["figures"]
+    return figures
+
+
+def _kept(name: str, arguments: argparse.Namespace) -> Path:
+    """File of a mode's compared weights, on this machine only."""
+    return Path(arguments.scratch) / f"{name}-{'tiny' if arguments.tiny else 'qwen4b'}-{arguments.steps}.pt"
+
+
+def finished(name: str, arguments: argparse.Namespace) -> bool:
+    """True if the contender has its rows, those of the comparison with its twin included."""
+    if not arguments.out.exists():
+        return False
+    with arguments.out.open(newline="", encoding="utf-8") as stream:
+        cases = {row["case"] for row in csv.DictReader(stream)}
+    wanted = [f"{case_of(name, arguments)}/last_loss"]
+    if CONTENDERS[name].twin is not None:
+        wanted += [f"{case_of(name, arguments)}/{part}/cosine" for part in COMPARED]
+    return cases.issuperset(wanted)
+
+
+def arrange(names: list[str], arguments: argparse.Namespace) -> deque[list[str]]:
+    """The contenders that have no rows yet, each one-pass mode behind its exact twin."""
+    queue: deque[list[str]] = deque()
+    for name in names:
+        twin = CONTENDERS[name].twin
+        if any(name in pair for pair in queue) or (finished(name, arguments) and not arguments.again):
+            continue
+        if twin is None:
+            queue.append([name])
+            continue
+        queued = next((pair for pair in queue if pair == [twin]), None)
+        if queued is not None:
+            queued.append(name)
+        else:  # the twin's weights may lie here from an earlier call
+            queue.append([name] if _kept(twin, arguments).exists() or twin not in names else [twin, name])
+    return queue
+
+
+def default_contenders(arguments: argparse.Namespace) -> list[str]:
+    """Those whose package is here, the release and newer modes when asked for by name."""
+    here = {"luminav": True, "torch": True, "public": arguments.public_luminav is not None}
+    here["flashoptim"] = find_spec("flashoptim") is not None
+    extra = ("buffer1-block", "8bit", "8bit-onepass", "M3-release", "buffer1-release")
+    return [name for name, contender in CONTENDERS.items() if here[contender.package] and name not in extra]
 
 
 def main() -> None:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = ["none", "none-release", "buffer1-release", "semi", "semi-release", "full", "adamw-fused"]
-    parser.add_argument("--contenders", nargs="+", default=default, metavar="CONTENDER")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", choices=list(CONTENDERS))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     parser.add_argument("--limit-gib", type=float, help="cap of the process's memory")
+    parser.add_argument("--public-luminav", type=Path, metavar="FOLDER")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--per-gpu", type=int, default=1, help="processes on each GPU; more than one records no times")
+    parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS")
+    parser.add_argument("--again", action="store_true", help="also those that have rows")
+    parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
+    parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of the weights that are compared")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--chart", action="store_true", help="only draw the chart from the rows")
     arguments = parser.parse_args()
-    if arguments.worker is not None:
-        arguments.report.write_text(json.dumps(train(arguments)))
+    if arguments.chart:
+        print(draw_chart(arguments.out))
         return
-    rows: list[tuple[str, float | str, str]] = []
-    suffix = ("/checkpointing" if arguments.checkpointing else "") + (
-        f"/limit-{arguments.limit_gib:g}" if arguments.limit_gib is not None else ""
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        for worker in arguments.contenders:
-            figures = delegate(worker, arguments, Path(folder) / "report.json")
-            case = f"pretrain/qwen4b/{worker}{suffix}"
-            if isinstance(figures, str):
-                print(f"{worker:20} {figures}", flush=True)
-                rows.append((case, f"failed: {figures}", "promise"))
-                continue
-            print(f"{worker:20}" + "  ".join(f"{key} {figures[key]:.4g}" for key in UNITS), flush=True)
-            rows += [(f"{case}/{key}", figures[key], unit) for key, unit in UNITS.items()]
-    append_rows(rows, "cuda", arguments.out)
+    names = arguments.contenders or default_contenders(arguments)
+    if any(CONTENDERS[name].package == "public" for name in names) and arguments.public_luminav is None:
+        raise SystemExit("contenders called public-... need --public-luminav FOLDER, the public package's folder.")
+    arguments.scratch.mkdir(parents=True, exist_ok=True)
+    session = Session(arguments, arrange(names, arguments), began + arguments.stop_after)
+    slots = [device for device in range(arguments.devices) for _ in range(arguments.per_gpu)]
+    threads = [threading.Thread(target=session.work, args=(device,)) for device in slots]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.exit(1 if session.failures else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,96 @@
+"""The chart of bench_pretrain.py's rows: loss, memory and optimizer time."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "pretrain.png"
+OURS, PUBLIC, OTHERS = "#c4432b", "#e0a899", "#8a8f98"
+
+Figures = dict[str, dict[str, float]]
+
+
+def latest_figures(path: Path, steps: int) -> Figures:
+    """The figures recorded last for each contender of full-length runs; what failed last has none."""
+    found: Figures = {}
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            kind, model, name, *rest = [*row["case"].split("/"), "", ""]
+            if (kind, model) != ("pretrain", "qwen4b") or rest[0] != f"steps-{steps}" or not rest[1]:
+                continue
+            if rest[1] in ("checkpointing",) or rest[1].startswith("limit-") or row["value"].startswith("failed"):
+                continue
+            found.setdefault(name, {})["/".join(filter(None, rest[1:]))] = float(row["value"])
+    return found
+
+
+def colour_of(name: str) -> str:
+    """Ours, the public package's, and everybody else's."""
+    if name.startswith("public-"):
+        return PUBLIC
+    return OTHERS if name.startswith(("adamw", "flash")) else OURS
+
+
+def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
+    """Draw the three panels.
+
+    Args:
+        path: The file of rows.
+        image: The PNG to write.
+        steps: Length of the runs that are shown.
+
+    Returns:
+        The PNG's path.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figures = latest_figures(path, steps)
+    if not figures:
+        raise SystemExit(f"{path} has no rows of bench_pretrain.py with --steps {steps}.")
+    chart, (loss, memory, latency) = plt.subplots(1, 3, figsize=(17, 5.5))
+    _losses(loss, figures)
+    _memory(memory, {name: values for name, values in figures.items() if "static_gib" in values})
+    _latency(latency, {name: values for name, values in figures.items() if "optimizer_ms" in values})
+    for panel in (loss, memory, latency):
+        panel.spines[["top", "right"]].set_visible(False)
+    chart.tight_layout()
+    image.parent.mkdir(parents=True, exist_ok=True)
+    chart.savefig(image, dpi=100)
+    plt.close(chart)
+    return image
+
+
+def _losses(panel: Any, figures: Figures) -> None:
+    for name, values in figures.items():
+        points = sorted((int(key.removeprefix("loss_")), value) for key, value in values.items() if key[:5] == "loss_")
+        points = [(1, values["first_loss"]), *points] if "first_loss" in values else points
+        style = "--" if colour_of(name) != OURS else "-"
+        panel.plot(*zip(*points), style, label=name, linewidth=1.2)
+    panel.set_xlabel("step")
+    panel.set_title("training loss, nats", fontsize=10)
+    panel.legend(fontsize=7, frameon=False, ncols=2)
+
+
+def _memory(panel: Any, figures: Figures) -> None:
+    names = sorted(figures, key=lambda name: -figures[name]["peak_gib"])
+    static = [figures[name]["static_gib"] for name in names]
+    dynamic = [figures[name]["peak_gib"] - figures[name]["static_gib"] for name in names]
+    colours = [colour_of(name) for name in names]
+    panel.barh(names, static, color=colours)
+    bars = panel.barh(names, dynamic, left=static, color=colours, alpha=0.45)
+    labels = [f"{figures[name]['peak_gib']:.1f}" for name in names]
+    panel.bar_label(bars, labels, padding=3, fontsize=8)
+    panel.set_title("GPU memory at its peak, GiB (pale: not there between steps)", fontsize=10)
+
+
+def _latency(panel: Any, figures: Figures) -> None:
+    names = sorted(figures, key=lambda name: -figures[name]["optimizer_ms"])
+    times = [figures[name]["optimizer_ms"] for name in names]
+    bars = panel.barh(names, times, color=[colour_of(name) for name in names])
+    panel.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
+    panel.set_title("optimizer step, ms", fontsize=10)

@@ -69,7 +69,9 @@ def test_python_blocks_of_the_documents_run(document: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "BENCHMARKS.md"], ids=lambda path: path.name
+)
 def test_links_of_the_documents_lead_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", document.read_text(encoding="utf-8")):
         if not target.startswith("https://"):
@@ -120,7 +122,7 @@ def test_config_json_carries_the_presets() -> None:
 def test_version_stands_in_one_place() -> None:
     """The changelog and the recorded figures tell history, so they may name versions too."""
     quoted = re.compile(r"(?<![\w.])" + re.escape(luminav.__version__) + r"(?![\w.])")
-    history = ("CHANGELOG.md", "benchmarks/results.csv")
+    history = ("CHANGELOG.md", "BENCHMARKS.md", "benchmarks/results.csv")
     places = [name for name, text in texts() if quoted.search(text) and name not in history]
     assert places == ["src/luminav/__init__.py"]
 
@@ -134,6 +136,13 @@ def test_no_machine_paths_and_no_registry_hosts() -> None:
         for match in [*machine_path.finditer(text), *registry.finditer(text)]
     ]
     assert found == []
+
+
+def test_benchmarks_report_is_what_the_rows_say() -> None:
+    """Mend with `python benchmarks/report.py`."""
+    command = [sys.executable, "benchmarks/report.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_large_files() -> None:

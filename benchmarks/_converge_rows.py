@@ -21,7 +21,10 @@ Key = tuple[str, ...]
 """contender, lr, seed, size, recipe, steps and text: what makes a run the same run."""
 
 # Quantiles 0.975 of Student's t by degrees of freedom, so that a machine without scipy can report too.
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+T_975 = (
+    12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814, 2.20099, 2.17881, 2.16037,
+    2.14479, 2.13145,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -115,8 +116,8 @@ class Decoder(nn.Module):
         angle = torch.outer(torch.arange(size.context, dtype=torch.float64), frequency)
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
-        self._block: Callable[..., Tensor] = _compiled_block if compiled else _run_block
-        self._tail: Callable[..., Tensor] = _compiled_tail if compiled else _run_tail
+        self._block: Callable[..., Tensor] = _compiled(_run_block) if compiled else _run_block
+        self._tail: Callable[..., Tensor] = _compiled(_run_tail) if compiled else _run_tail
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(inputs)
@@ -139,10 +140,15 @@ def _run_tail(tail: Tail, x: Tensor, targets: Tensor) -> Tensor:
     return tail(x, targets)
 
 
-# One block is compiled, not the model: all blocks, and every later model of the same shape and dtype, run its code.
-_compiled_block = torch.compile(_run_block, dynamic=False)
-_compiled_tail = torch.compile(_run_tail, dynamic=False)
-torch._dynamo.config.recompile_limit = 64  # dtypes and sizes are variants of the same two functions
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Compile a function of a block, not the model: all blocks, and every later model like it, run the same code."""
+    import torch._dynamo.config as dynamo
+
+    limit = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
+    setattr(dynamo, limit, 64)  # dtypes and sizes are variants of the same two functions
+    compiled: Callable[..., Tensor] = torch.compile(function, dynamic=False)
+    return compiled
 
 
 def initial_weights(size: Size, vocabulary: int, seed: int) -> dict[str, Tensor]:

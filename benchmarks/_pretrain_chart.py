@@ -66,11 +66,14 @@ def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
 
 
 def _losses(panel: Any, figures: Figures) -> None:
-    for name, values in figures.items():
+    from matplotlib import colormaps
+
+    colours = colormaps["tab20"].colors
+    for number, (name, values) in enumerate(figures.items()):
         points = sorted((int(key.removeprefix("loss_")), value) for key, value in values.items() if key[:5] == "loss_")
         points = [(1, values["first_loss"]), *points] if "first_loss" in values else points
         style = "--" if colour_of(name) != OURS else "-"
-        panel.plot(*zip(*points), style, label=name, linewidth=1.2)
+        panel.plot(*zip(*points), style, label=name, linewidth=1.2, color=colours[number % len(colours)])
     panel.set_xlabel("step")
     panel.set_title("training loss, nats", fontsize=10)
     panel.legend(fontsize=7, frameon=False, ncols=2)

@@ -34,12 +34,13 @@ from typing import Any
 
 import _checkout  # noqa: F401
 import torch
+from _converge_chart import draw_chart
 from _converge_contenders import BAR, CONTENDERS, find_contender
 from _converge_model import SIZES
 from _converge_rows import Key, Ledger, key_of, print_table, result_rows, summarise
 from _converge_run import Recipe, Run
 from _converge_text import Corpus, prepare
-from _rows import append_rows, stamp
+from _rows import RESULTS, append_rows, stamp
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("_converge_run.py")
@@ -334,7 +335,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "converge")
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--chart", action="store_true", help="only draw the chart from benchmarks/results.csv")
     arguments = parser.parse_args()
+    if arguments.chart:
+        print(draw_chart(arguments.results or RESULTS))
+        return
     ledger = Ledger(arguments.out)
     failed = _take(arguments, ledger, began + arguments.stop_after)
     for size, recipe in sorted({row.key[3:5] for row in ledger.rows.values()}):

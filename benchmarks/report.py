@@ -231,6 +231,7 @@ def convergence(rows: Rows) -> list[str]:
     """Training quality."""
     groups = dict.fromkeys(tuple(words[:2]) for words in rows.cases("converge"))
     lines = [
+        *picture("converge.png", "Validation loss of every contender against AdamW with FP32 weights"),
         "Decoders of about 40 and 120 M parameters on text that is installed with Python, 700 steps of 32k tokens,",
         "every contender at the best learning rate of its grid; differences over pairs of runs with the same initial",
         "weights and the same order of the data. `python benchmarks/bench_converge.py --help` says the rest.",

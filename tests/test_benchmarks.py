@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import bench_pretrain
 import report
+from _converge_chart import draw_chart as draw_converge_chart
 from _pretrain_chart import draw_chart
 from _pretrain_run import COMPARED, CONTENDERS, likeness, lr_share
 
@@ -118,6 +119,22 @@ def test_chart_of_rows(tmp_path: Path) -> None:
     assert image.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="no rows"):
         draw_chart(rows, image, steps=100)
+
+
+def test_chart_of_differences(tmp_path: Path) -> None:
+    rows: list[tuple[str, object, str]] = []
+    for name, difference in (("adamw-fp32", 0.0), ("pretrain", -0.05), ("luminav-buffer1", 0.9)):
+        case = f"converge/40m/pretrain/{name}"
+        rows += [
+            (f"{case}/difference", difference, "nats"),
+            (f"{case}/memory", 6.0, "B"),
+            (f"{case}/interval", 0.01, "n"),
+        ]
+    rows.append(("converge/40m/pretrain/luminav-fp16/val_loss", "diverged", "nats"))
+    path = write_rows(tmp_path / "rows.csv", rows)
+    assert draw_converge_chart(path, tmp_path / "converge.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit, match="no rows"):
+        draw_converge_chart(path, tmp_path / "none.png", recipe="wsd")
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

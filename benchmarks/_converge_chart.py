@@ -1,0 +1,71 @@
+"""The chart of bench_converge.py's rows: how far each contender is from the bar, and how sure that is."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "converge.png"
+TITLES = {"40m": "42 M parameters", "120m": "117 M parameters"}
+BEYOND = 0.5
+"""Nats: contenders further behind than this are named, not drawn, so that the rest can be told apart."""
+
+Figures = dict[str, dict[str, float]]
+
+
+def latest_figures(path: Path, recipe: str) -> dict[str, Figures]:
+    """By size and contender, the figures recorded last; a contender that diverged has none."""
+    found: dict[str, Figures] = {size: {} for size in TITLES}
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            kind, size, own, name, figure = [*row["case"].split("/"), *[""] * 5][:5]
+            if (kind, own) != ("converge", recipe) or size not in found:
+                continue
+            if row["value"] == "diverged":
+                found[size].pop(name, None)
+            else:
+                found[size].setdefault(name, {})[figure] = float(row["value"])
+    return {size: figures for size, figures in found.items() if figures}
+
+
+def draw_chart(path: Path, image: Path = IMAGE, recipe: str = "pretrain") -> Path:
+    """Draw a panel for each size.
+
+    Args:
+        path: The file of rows.
+        image: The PNG to write.
+        recipe: Which runs.
+
+    Returns:
+        The PNG's path.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    sizes = latest_figures(path, recipe)
+    if not sizes:
+        raise SystemExit(f"{path} has no rows of bench_converge.py at {' or '.join(TITLES)}.")
+    longest = max(map(len, sizes.values()))
+    chart, panels = plt.subplots(1, len(sizes), figsize=(8 * len(sizes), 1.6 + 0.32 * longest), squeeze=False)
+    for panel, (size, figures) in zip(panels[0], sizes.items()):
+        drawn = {name: values for name, values in figures.items() if values.get("difference", BEYOND) < BEYOND}
+        names = sorted(drawn, key=lambda name: -drawn[name]["difference"])
+        for place, name in enumerate(names):
+            values = drawn[name]
+            colour = "#c4432b" if name.startswith(("luminav", "pretrain")) else "#8a8f98"
+            panel.errorbar(
+                values["difference"], place, xerr=values.get("interval", 0.0), fmt="o", color=colour, capsize=3
+            )
+        panel.set_yticks(range(len(names)), [f"{n}, {drawn[n]['memory']:.1f} B/param" for n in names], fontsize=8)
+        panel.axvline(0.0, color="#8a8f98", linewidth=0.8)
+        left = sorted(set(figures) - set(drawn))
+        panel.set_title(TITLES[size] + (f"; further behind: {', '.join(left)}" if left else ""), fontsize=9)
+        panel.set_xlabel("validation loss minus AdamW's with FP32 weights, nats (95 % interval over pairs)")
+        panel.spines[["top", "right"]].set_visible(False)
+    chart.tight_layout()
+    image.parent.mkdir(parents=True, exist_ok=True)
+    chart.savefig(image, dpi=100)
+    plt.close(chart)
+    return image

@@ -8,6 +8,7 @@ and compiled code are kept from run to run; weights are set anew.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -207,6 +208,7 @@ def train(run: Run, bench: Bench) -> dict[str, Any]:
     contender = find_contender(run.contender)
     model, size, recipe = bench.model(run, contender), SIZES[run.size], run.recipe
     compiled_s = time.perf_counter() - began
+    gc.collect()  # the last run's optimizer, or its state would be taken away from this one's
     set_weights(model, _first_weights(run))
     for part in ("train", "validation"):
         bench.windows(run.corpus, part, size.context)

@@ -33,6 +33,8 @@ def make_optimizers(shrink: int) -> dict[str, torch.optim.Optimizer]:
     return {
         "luminav-none-exact": LuminaV(copies(), lr=LR, execution="foreach"),
         "luminav-none-onepass": LuminaV(copies(), lr=LR, execution="foreach", fused_single_pass=True),
+        "luminav-none-exact-compile": LuminaV(copies(), lr=LR, execution="compile"),
+        "luminav-none-onepass-compile": LuminaV(copies(), lr=LR, execution="compile", fused_single_pass=True),
         "torch-adamw-foreach": torch.optim.AdamW(copies(), lr=LR, foreach=True),
         "torch-adamw-fused": torch.optim.AdamW(copies(), lr=LR, fused=True),
     }

@@ -98,7 +98,7 @@ class Worker:
         folder = self.public if self.public is not None else ROOT / "src"
         version, file = result["luminav"]
         if file and not Path(file).resolve().is_relative_to(folder.resolve()):
-            raise SystemExit(f"a worker imported luminav from {file}, not from {folder}.")
+            return f"the worker imported luminav from {file}, not from {folder}"
         result["version"] = version
         return result
 

@@ -115,7 +115,12 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("buffer", 3, ValueError, "buffer must be one of 1, 2, got 3."),
     ("buffer", True, ValueError, "buffer must be one of 1, 2, got True."),
     ("bound_type", "norm", ValueError, "bound_type must be one of 'radial', 'coordinate', got 'norm'."),
-    ("execution", "tritn", ValueError, "execution must be one of 'auto', 'triton', 'foreach', 'single', got 'tritn'."),
+    (
+        "execution",
+        "tritn",
+        ValueError,
+        "execution must be one of 'auto', 'triton', 'foreach', 'single', 'compile', got 'tritn'.",
+    ),
     ("master_weights", "fp8", ValueError, "got 'fp8'."),
     ("master_weights", 1, ValueError, "got 1."),
     ("master_weights", None, ValueError, "got None."),

@@ -16,7 +16,7 @@ from luminav.distributed import Domain, Part, check_blocks, check_placements, lo
 from luminav.engines import Batch, Engine, Scales, TensorStep, choose_engine
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.rounding import noise_key
-from luminav.state import KEPT_SCALES, STATE, ParamState, has_block_variance, is_coded
+from luminav.state import KEPT_SCALES, STATE, ParamState, has_block_variance, is_coded, keeps_blocks
 
 
 @dataclass
@@ -68,7 +68,7 @@ def check_param(param: Tensor, options: Options) -> None:
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise TypeError(f"parameters must be one of {supported}, got {param.dtype}.")
     check_placements(param)
-    if is_coded(param, options) or has_block_variance(param, options):
+    if keeps_blocks(param, options):
         check_blocks(param)
     if param.is_inference():
         raise RuntimeError("a parameter that was made in inference mode cannot be trained. Make the model outside it.")
@@ -310,6 +310,13 @@ def by_engine(works: Sequence[Work]) -> Iterator[tuple[Engine, list[Work], list[
     for engine in {id(work.engine): work.engine for work in works}.values():
         own = [work for work in works if work.engine is engine]
         yield engine, own, [work.batch for work in own]
+
+
+def prepare(works: Sequence[Work]) -> None:
+    """Let every engine compile what this step needs."""
+    for early in (True, False):
+        for engine, _, batches in by_engine([work for work in works if work.early == early]):
+            engine.prepare(batches, gather=early)
 
 
 def measure_lookahead(works: Sequence[Work], domains: Sequence[Domain]) -> None:

@@ -178,8 +178,8 @@ class Options:
     )
     execution: str = _option(
         "auto",
-        _one_of("auto", "triton", "foreach", "single"),
-        'Engine: "auto", "triton", "foreach" or "single".',
+        _one_of("auto", "triton", "foreach", "single", "compile"),
+        'Engine: "auto", "triton", "foreach", "single" or "compile".',
         process=True,
     )
     seed: int = _option(1337, _seed, "Key of the rounding noise, an int in [0, 2**63).")

@@ -70,7 +70,7 @@ class LuminaV(Optimizer):
             ``block_variance=True``.
         ema_decay: Memory κ of the kept scales, in [0, 1).
         fsdp_sync: The parameters are plain shards whose sums are taken over the process group.
-        execution: Engine: "auto", "triton", "foreach" or "single".
+        execution: Engine: "auto", "triton", "foreach", "single" or "compile".
         seed: Key of the rounding noise, an int in [0, 2⁶³).
         maximize: Maximise instead of minimise.
         capturable: Keep the step count and per-step numbers on the device.

@@ -12,6 +12,7 @@ Single numbers are in :class:`StepNumbers`. The update is that of LuminaV (Lumin
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -41,12 +42,12 @@ class StepNumbers:
     lr: Scalar
     decay: Scalar
     """1 − η·λ."""
-    beta1: float
-    one_minus_beta1: float
-    beta2: float
-    root_one_minus_beta2: float
+    beta1: Scalar
+    one_minus_beta1: Scalar
+    beta2: Scalar
+    root_one_minus_beta2: Scalar
     """√(1−β₂): applied before the square, which then overflows only where v saturates anyway."""
-    eps: float
+    eps: Scalar
     """ε, raised for FP16 parameters."""
     sigma_scale: Scalar
     """τ·b₁/√b₂, the factor of √v."""
@@ -94,6 +95,9 @@ def step_numbers(
 
 def clean_grad_(grad: Tensor, numbers: StepNumbers) -> Tensor:
     """The gradient as the rule sees it: unscaled, signed, 0 for non-finite elements."""
+    if torch.compiler.is_compiling():  # the compiler has a select, but tests for NaN one element at a time
+        grad = grad.mul_(numbers.grad_scale)
+        return torch.where(grad.abs() < math.inf, grad, 0.0)
     return grad.mul_(numbers.grad_scale).nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -103,7 +107,14 @@ def momentum_(exp_avg: Tensor, grad_share: Tensor, numbers: StepNumbers) -> Tens
 
 
 def lookahead_(grad_share: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> Tensor:
-    """m̃ = β₁·m + (1−β₁)·g with the new m: the momentum's own formula once more."""
+    """m̃ = β₁·m + (1−β₁)·g with the new m: the momentum's own formula once more.
+
+    ``alpha``, which must be a number, multiplies and adds with one rounding. Where β₁ is a tensor, FP64 does that for
+    FP32; FP64 itself then rounds twice.
+    """
+    if isinstance(numbers.beta1, Tensor):
+        product = exp_avg.to(torch.float64) * numbers.beta1.to(exp_avg.dtype)
+        return grad_share.copy_(product.add_(grad_share))
     return grad_share.add_(exp_avg, alpha=numbers.beta1)
 
 
@@ -129,7 +140,12 @@ def tanh_(x: Tensor) -> Tensor:
 
 
 def tanh_of_half_(x: Tensor) -> Tensor:
-    """tanh(x/2) in place, as e/(e+2) with e = exp(x) − 1: to 2 ulp, in half the time of ``torch.tanh`` on the CPU."""
+    """tanh(x/2) in place, as e/(e+2) with e = exp(x) − 1: to 2 ulp, in half the time of ``torch.tanh`` on the CPU.
+
+    Compiled, it is ``torch.tanh``: Inductor's expm1 is exp(x) − 1, which has no correct digit left for small x.
+    """
+    if torch.compiler.is_compiling():
+        return x.mul_(0.5).tanh_()
     e = x.clamp_(-2.0 * TANH_RANGE, 2.0 * TANH_RANGE).expm1_()
     return e.div_(e + 2.0)
 

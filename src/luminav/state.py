@@ -49,6 +49,11 @@ def has_block_variance(param: Tensor, options: Options) -> bool:
     return options.block_variance and in_blocks(param)
 
 
+def keeps_blocks(param: Tensor, options: Options) -> bool:
+    """Whether any state is kept per block."""
+    return is_coded(param, options) or has_block_variance(param, options)
+
+
 def moment_dtype(param: Tensor, options: Options) -> torch.dtype:
     """Storage dtype of a moment that is kept per element, without codes."""
     return torch.float32 if options.master_weights == "full" and param.dtype in SIXTEEN_BIT else param.dtype

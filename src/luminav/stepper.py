@@ -29,6 +29,7 @@ from luminav.assembly import (
     measure_lookahead,
     missing_grad,
     numbers_on_device,
+    prepare,
     sort_into_works,
     update,
 )
@@ -44,6 +45,7 @@ from luminav.state import (
     drop_template,
     elementwise,
     former_weight,
+    keeps_blocks,
 )
 
 
@@ -152,6 +154,7 @@ class Stepper:
                         [local(param), grad, *elementwise(state)],
                         part.layout.first_index,
                         not part.layout.jumps,
+                        keeps_blocks(param, options),
                     )
                     yield Pending(param, grad, options, number, index, engine, part, elsewhere)
 
@@ -225,6 +228,7 @@ class Stepper:
         works = [work for work in works if work not in replayable]
         replay = self._compiled(replayable, scaling) if replayable else None
         early, late = [work for work in works if work.early], [work for work in works if not work.early]
+        prepare(works)
         measure_lookahead(works, domains)
         measure(late)
         if replay is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from luminav.engines.batch import Batch, Engine, Scales, TensorStep
+from luminav.engines.compiled import CompiledEngine
 from luminav.engines.foreach import ForeachEngine
 from luminav.engines.single import SingleEngine
 
@@ -31,7 +32,7 @@ __all__ = [
 
 logger = logging.getLogger("luminav")
 
-_single, _foreach = SingleEngine(), ForeachEngine()
+_single, _foreach, _compiled = SingleEngine(), ForeachEngine(), CompiledEngine()
 _given_up: dict[str, str] = {}  # device type to why its Triton kernels could not be compiled
 _logged: set[str] = set()
 
@@ -53,6 +54,8 @@ def choose_engine(execution: str, device: torch.device) -> Engine:
         raise RuntimeError("a step needs real tensors, but a parameter is on the meta device. Materialise it first.")
     if execution == "single":
         return _single
+    if execution == "compile":
+        return _compiled
     if execution == "foreach" or (execution == "auto" and device.type == "cpu"):
         return _foreach
     reason = why_not_triton(device)
@@ -73,17 +76,20 @@ def counts_on_device(execution: str, device: torch.device) -> bool:
     return device.type != "meta" and choose_engine(execution, device).numbers_on_device
 
 
-def able_engine(engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool) -> Engine:
-    """`engine`, or the foreach engine for a tensor that Triton's kernels cannot address as it lies.
+def able_engine(
+    engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool, in_blocks: bool
+) -> Engine:
+    """`engine`, or the foreach engine, to the same result, where that cannot take a tensor as it lies.
 
     Args:
         engine: The engine chosen for the device.
         tensors: The local parameter, its gradient, and what there is of its state that is shaped like it.
         first_index: Row-major index of its first element in the unsharded parameter.
         consecutive: Whether its elements are consecutive there.
+        in_blocks: Whether state is kept in blocks, for which the compiled engine has no graphs.
     """
     if not engine.numbers_on_device:
-        return engine
+        return _foreach if in_blocks and engine.name == "compile" else engine
     from luminav.engines.triton import addressable
 
     return engine if addressable(tensors, first_index, consecutive) else _foreach

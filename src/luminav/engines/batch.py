@@ -138,6 +138,15 @@ class Engine(Protocol):
     numbers_on_device: bool
     """Whether step counts live on the device and the engine works out step numbers and noise keys from them."""
 
+    def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
+        """Do what may fail for want of a compiler, before any engine writes.
+
+        Args:
+            batches: Batches that a step is about to work on.
+            gather: Whether they are updated and measured in one go.
+        """
+        ...
+
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
         """With buffer=1: Σ m̃² and the number of elements per tensor, FP64, [tensors, 2] for each batch."""
         ...

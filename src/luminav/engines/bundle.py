@@ -9,6 +9,7 @@ layout draws the same noise and adds its sums in the same order.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -145,6 +146,13 @@ class Bundle:
             ]
         torch._foreach_copy_(views, values)
 
+    def known_finite(self, flat: Tensor) -> bool:
+        """Whether all elements are known to be finite, without waiting for a device: on the CPU a sum tells it.
+
+        The sum costs a tenth of a count, and saves the passes that treat non-finite elements.
+        """
+        return flat.device.type == "cpu" and math.isfinite(flat.sum().item())
+
     def split(self, flat: Tensor, share: int = 1) -> Sequence[Tensor]:
         """The flat buffer's part of each piece."""
         if len(self.sizes) == 1:
@@ -192,11 +200,11 @@ class Bundle:
             start, numel = self._steps[0].first_index + self.pieces[0].start, self.sizes[0]
             if start % LOW_WORD + numel <= LOW_WORD:
                 return self._workspace.ramp[:numel], start // LOW_WORD, start % LOW_WORD
-        index = torch.cat([_indices(*pair, self.device) for pair in zip(self._steps, self.pieces, strict=True)])
+        index = torch.cat([indices(*pair, self.device) for pair in zip(self._steps, self.pieces, strict=True)])
         return index.to(torch.int32), index.bitwise_right_shift(32).to(torch.int32), 0
 
 
-def _indices(step: TensorStep, piece: Piece, device: torch.device) -> Tensor:
+def indices(step: TensorStep, piece: Piece, device: torch.device) -> Tensor:
     """Row-major index of each element of a piece in its unsharded parameter, int64."""
     start, stop = piece.start, piece.start + piece.numel
     if not step.jumps:

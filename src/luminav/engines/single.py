@@ -16,7 +16,6 @@ from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
 from luminav.rounding import (
     MASTER_CAP_BF16,
     SIXTEEN_BIT,
-    Noise,
     join_master,
     largest_finite,
     nearest,
@@ -24,37 +23,46 @@ from luminav.rounding import (
     round_finite_,
 )
 
+# ---- which tensor of a step a bundle loads or stores ---------------------------------------------------------------
 
-# Which tensor of a step a bundle loads or stores.
-def _param(step: TensorStep) -> Tensor:
+
+def param_of(step: TensorStep) -> Tensor:
+    """The parameter."""
     return step.param
 
 
-def _grad(step: TensorStep) -> Tensor:
+def grad_of(step: TensorStep) -> Tensor:
+    """The gradient."""
     return step.present_grad
 
 
-def _exp_avg(step: TensorStep) -> Tensor:
+def exp_avg_of(step: TensorStep) -> Tensor:
+    """The momentum."""
     return step.exp_avg
 
 
-def _exp_avg_sq(step: TensorStep) -> Tensor | None:
+def exp_avg_sq_of(step: TensorStep) -> Tensor | None:
+    """The variance."""
     return step.exp_avg_sq
 
 
-def _exp_avg_scale(step: TensorStep) -> Tensor | None:
+def exp_avg_scale_of(step: TensorStep) -> Tensor | None:
+    """The scales of the momentum's 8-bit codes."""
     return step.exp_avg_scale
 
 
-def _exp_avg_sq_scale(step: TensorStep) -> Tensor | None:
+def exp_avg_sq_scale_of(step: TensorStep) -> Tensor | None:
+    """The scales of the variance's 8-bit codes."""
     return step.exp_avg_sq_scale
 
 
-def _master(step: TensorStep) -> Tensor | None:
+def master_param_of(step: TensorStep) -> Tensor | None:
+    """The whole FP32 master weight."""
     return step.master_param
 
 
-def _remainder(step: TensorStep) -> Tensor | None:
+def master_remainder_of(step: TensorStep) -> Tensor | None:
+    """The lower half of a split master weight."""
     return step.master_remainder
 
 
@@ -82,16 +90,11 @@ class Moment(NamedTuple):
         return LARGEST_CODED if self.in_codes(batch) else largest_finite(present(self.of(batch.steps[0])).dtype)
 
 
-EXP_AVG = Moment(_exp_avg, _exp_avg_scale, EXP_AVG_TOP)
-EXP_AVG_SQ = Moment(_exp_avg_sq, _exp_avg_sq_scale, EXP_AVG_SQ_TOP)
+EXP_AVG = Moment(exp_avg_of, exp_avg_scale_of, EXP_AVG_TOP)
+EXP_AVG_SQ = Moment(exp_avg_sq_of, exp_avg_sq_scale_of, EXP_AVG_SQ_TOP)
 
 
-def known_finite(flat: Tensor) -> bool:
-    """Whether all elements are known to be finite, without waiting for a device: on the CPU a sum tells it.
-
-    The sum costs a tenth of a count, and saves the passes that treat non-finite elements.
-    """
-    return flat.device.type == "cpu" and math.isfinite(flat.sum().item())
+# ---- load ----------------------------------------------------------------------------------------------------------
 
 
 def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None]:
@@ -99,8 +102,8 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
 
     The counts are None if there are none.
     """
-    grad = bundle.copy(_grad, batch.compute_dtype)
-    nonfinite = None if known_finite(grad) else bundle.sum(torch.isfinite(grad).logical_not_())
+    grad = bundle.copy(grad_of, batch.compute_dtype)
+    nonfinite = None if bundle.known_finite(grad) else bundle.sum(torch.isfinite(grad).logical_not_())
     scale = batch.step_numbers.grad_scale
     if nonfinite is None and not isinstance(scale, Tensor) and scale == 1.0:
         return grad, None
@@ -119,10 +122,10 @@ def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
     """A bundle's weights with 0 for non-finite ones, to be overwritten, and which those are; None if there are none."""
     first = batch.steps[0]
     if first.master_remainder is not None:
-        weight = join_master(bundle.load(_param, batch.param_dtype), bundle.load(_remainder, torch.int16))
+        weight = join_master(bundle.load(param_of, batch.param_dtype), bundle.load(master_remainder_of, torch.int16))
     else:
-        weight = bundle.copy(_param if first.master_param is None else _master, batch.compute_dtype)
-    if known_finite(weight):
+        weight = bundle.copy(param_of if first.master_param is None else master_param_of, batch.compute_dtype)
+    if bundle.known_finite(weight):
         return weight, None
     nonfinite = torch.isfinite(weight).logical_not_()
     return weight.masked_fill_(nonfinite, 0.0), nonfinite
@@ -135,6 +138,9 @@ class SingleEngine:
     numbers_on_device = False
     pack = False
     """Whether pieces of several tensors are worked on side by side."""
+
+    def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
+        """Nothing: the reference needs no compiler."""
 
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
         return [self._measure_lookahead(batch) for batch in batches]
@@ -152,12 +158,7 @@ class SingleEngine:
     def _measure_lookahead(self, batch: Batch) -> Tensor:
         table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
         for bundle in self._bundles(batch):
-            grad, _ = load_grad(batch, bundle)
-            grad_share = grad.mul_(batch.step_numbers.one_minus_beta1)
-            exp_avg = rule.momentum_(load_moment(batch, bundle, EXP_AVG), grad_share, batch.step_numbers)
-            ahead = rule.lookahead_(grad_share, exp_avg, batch.step_numbers)
-            squares = ahead.to(torch.float64).square_()
-            for piece, total in zip(bundle.pieces, bundle.sum(squares), strict=True):
+            for piece, total in zip(bundle.pieces, lookahead_squares(batch, bundle), strict=True):
                 table[piece.tensor, 0] += total
                 table[piece.tensor, 1] += piece.numel
         return table
@@ -165,10 +166,7 @@ class SingleEngine:
     def _measure(self, batch: Batch) -> Tensor:
         table = torch.zeros(len(batch.steps), rule.NUM_SUMS, dtype=torch.float64, device=batch.device)
         for bundle in self._bundles(batch):
-            grad, nonfinite_grads = load_grad(batch, bundle)
-            way = self._direction(batch, bundle, grad)
-            weight, _ = load_weight(batch, bundle)
-            add_sums_(table, bundle, way, weight, nonfinite_grads)
+            add_sums_(table, bundle, measured(batch, bundle))
         return table
 
     def _update(self, batch: Batch, scales: Scales, gather: bool) -> Tensor | None:
@@ -177,43 +175,87 @@ class SingleEngine:
         )
         step_sizes = scales.step_sizes(batch.step_numbers.lr)
         for bundle in self._bundles(batch):
-            grad, nonfinite_grads = load_grad(batch, bundle)
-            way = self._direction(batch, bundle, grad)
-            weight, nonfinite = load_weight(batch, bundle)
-            if table is not None:
-                add_sums_(table, bundle, way, weight, nonfinite_grads)
-            step_size = bundle.spread(step_sizes, batch.compute_dtype)
-            govern = batch.param_dtype == torch.float16
-            change = rule.delta(way.kept_direction, weight, step_size, batch.options, govern=govern)
-            store(batch, bundle, way, rule.decay_and_move_(weight, change, batch.step_numbers), nonfinite)
+            sums = updated(batch, bundle, step_sizes, gather=gather)
+            if table is not None and sums is not None:
+                add_sums_(table, bundle, sums)
         return table
 
-    def _direction(self, batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
-        """Load the moments and go as far as the gated direction."""
-        dual = batch.options.has_variance
-        return rule.direction_(
-            grad,
-            load_moment(batch, bundle, EXP_AVG),
-            load_moment(batch, bundle, EXP_AVG_SQ) if dual else None,
-            batch.step_numbers,
-            batch.options,
-            largest=EXP_AVG_SQ.largest(batch) if dual else math.inf,
-            share=EXP_AVG_SQ.share(batch),
-            rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
-        )
+
+# ---- the verbs on one bundle: load → rule → store ------------------------------------------------------------------
 
 
-def add_sums_(
-    table: Tensor, bundle: Bundle, way: rule.Direction, weight: Tensor, nonfinite: list[Tensor] | None
-) -> None:
+class BundleSums(NamedTuple):
+    """A bundle's share of :class:`luminav.rule.Sums`, one tensor for each piece; None where it need not be counted."""
+
+    kept: list[Tensor] | None
+    direction_sq: list[Tensor]
+    param_sq: list[Tensor]
+    nonfinite: list[Tensor] | None
+
+
+def lookahead_squares(batch: Batch, bundle: Bundle) -> list[Tensor]:
+    """Σ m̃² of each piece."""
+    grad, _ = load_grad(batch, bundle)
+    grad_share = grad.mul_(batch.step_numbers.one_minus_beta1)
+    exp_avg = rule.momentum_(load_moment(batch, bundle, EXP_AVG), grad_share, batch.step_numbers)
+    return bundle.sum(rule.lookahead_(grad_share, exp_avg, batch.step_numbers).to(torch.float64).square_())
+
+
+def measured(batch: Batch, bundle: Bundle) -> BundleSums:
+    """The sums of a bundle. Writes nothing."""
+    grad, nonfinite_grads = load_grad(batch, bundle)
+    way = direction_of(batch, bundle, grad)
+    weight, _ = load_weight(batch, bundle)
+    return sums_of(bundle, way, weight, nonfinite_grads)
+
+
+def updated(batch: Batch, bundle: Bundle, step_sizes: Tensor, *, gather: bool) -> BundleSums | None:
+    """Store a bundle's new weights and moments, by η·c·s of each tensor; with `gather`, its sums as well."""
+    grad, nonfinite_grads = load_grad(batch, bundle)
+    way = direction_of(batch, bundle, grad)
+    weight, nonfinite = load_weight(batch, bundle)
+    sums = sums_of(bundle, way, weight, nonfinite_grads) if gather else None
+    step_size = bundle.spread(step_sizes, batch.compute_dtype)
+    govern = batch.param_dtype == torch.float16
+    change = rule.delta(way.kept_direction, weight, step_size, batch.options, govern=govern)
+    store(batch, bundle, way, rule.decay_and_move_(weight, change, batch.step_numbers), nonfinite)
+    return sums
+
+
+def direction_of(batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
+    """Load the moments and go as far as the gated direction."""
+    dual = batch.options.has_variance
+    return rule.direction_(
+        grad,
+        load_moment(batch, bundle, EXP_AVG),
+        load_moment(batch, bundle, EXP_AVG_SQ) if dual else None,
+        batch.step_numbers,
+        batch.options,
+        largest=EXP_AVG_SQ.largest(batch) if dual else math.inf,
+        share=EXP_AVG_SQ.share(batch),
+        rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
+    )
+
+
+def sums_of(bundle: Bundle, way: rule.Direction, weight: Tensor, nonfinite: list[Tensor] | None) -> BundleSums:
+    """The sums of a bundle, from what was worked out of it."""
+    return BundleSums(
+        kept=None if way.keep is None else bundle.sum(way.keep),
+        direction_sq=bundle.sum(way.kept_direction.square()),
+        param_sq=bundle.sum(weight.square()),
+        nonfinite=nonfinite,
+    )
+
+
+def add_sums_(table: Tensor, bundle: Bundle, sums: BundleSums) -> None:
     """Add a bundle's share of the sums to the rows of its tensors."""
     numel = [table.new_tensor(size) for size in bundle.sizes]
     columns = rule.Sums(
-        kept=numel if way.keep is None else bundle.sum(way.keep),  # type: ignore[arg-type]
-        direction_sq=bundle.sum(way.kept_direction.square()),  # type: ignore[arg-type]
-        param_sq=bundle.sum(weight.square()),  # type: ignore[arg-type]
+        kept=numel if sums.kept is None else sums.kept,  # type: ignore[arg-type]
+        direction_sq=sums.direction_sq,  # type: ignore[arg-type]
+        param_sq=sums.param_sq,  # type: ignore[arg-type]
         numel=numel,  # type: ignore[arg-type]
-        nonfinite=[table.new_zeros(())] * len(numel) if nonfinite is None else nonfinite,  # type: ignore[arg-type]
+        nonfinite=[table.new_zeros(())] * len(numel) if sums.nonfinite is None else sums.nonfinite,  # type: ignore[arg-type]
     )
     for piece, *row in zip(bundle.pieces, *columns, strict=True):
         table[piece.tensor] += torch.stack(row)
@@ -232,7 +274,8 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         weight: The new weights, with 0 for those that were not finite. Overwritten.
         nonfinite: Which weights are not finite, so that they stay as they are; None if all are finite.
     """
-    noise = noise_of(batch, bundle)
+    third = way.exp_avg_sq is not None and present(batch.steps[0].exp_avg_sq).dtype in ROUNDED
+    noise = bundle.noise(exp_avg_sq=third) if rounds_stochastically(batch) else None
     limit = EXP_AVG.largest(batch)
     store_moment(batch, bundle, EXP_AVG, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
     if way.exp_avg_sq is not None:
@@ -248,21 +291,23 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
             weight.clamp_(-limit, limit), batch.param_dtype, None if noise is None else noise.weight
         )
         if nonfinite is not None:
-            rounded = torch.where(nonfinite, bundle.load(_param, batch.param_dtype), rounded.to(batch.param_dtype))
-        bundle.store(_param, rounded, unless)
+            rounded = torch.where(nonfinite, bundle.load(param_of, batch.param_dtype), rounded.to(batch.param_dtype))
+        bundle.store(param_of, rounded, unless)
     else:
         limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
         master = weight.clamp_(-limit, limit)
         whole = batch.steps[0].master_remainder is None
         if nonfinite is not None:
-            master = torch.where(nonfinite, bundle.load(_master if whole else _param, master.dtype), master)
+            master = torch.where(nonfinite, bundle.load(master_param_of if whole else param_of, master.dtype), master)
         param = nearest(master, batch.param_dtype, finite=nonfinite is None)
         if whole:
-            bundle.store(_master, master, unless)
+            bundle.store(master_param_of, master, unless)
         else:
             remainder = remainder_of(master, param)
-            bundle.store(_remainder, remainder if nonfinite is None else remainder.masked_fill_(nonfinite, 0), unless)
-        bundle.store(_param, param, unless)
+            if nonfinite is not None:
+                remainder.masked_fill_(nonfinite, 0)
+            bundle.store(master_remainder_of, remainder, unless)
+        bundle.store(param_of, param, unless)
 
 
 def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, noise: Tensor | None) -> None:
@@ -277,11 +322,18 @@ def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, no
     bundle.store(moment.of, rounded, batch.skip, share=moment.share(batch))
 
 
-def noise_of(batch: Batch, bundle: Bundle) -> Noise | None:
-    """The bundle's rounding noise; None if nothing is rounded stochastically."""
+def rounds_stochastically(batch: Batch) -> bool:
+    """Whether anything that a batch stores is rounded with noise."""
     first = batch.steps[0]
     stored = [first.exp_avg, first.exp_avg if first.has_master else first.param]
     stored += [] if first.exp_avg_sq is None else [first.exp_avg_sq]
-    if not batch.options.stochastic_rounding or not any(tensor.dtype in ROUNDED for tensor in stored):
-        return None
-    return bundle.noise(exp_avg_sq=first.exp_avg_sq is not None and first.exp_avg_sq.dtype in ROUNDED)
+    return batch.options.stochastic_rounding and any(tensor.dtype in ROUNDED for tensor in stored)
+
+
+def stores(batch: Batch) -> list[Select]:
+    """What :func:`store` writes, in its order, unless the learning rate is the number 0."""
+    step = batch.steps[0]
+    moments = [exp_avg_of] if step.exp_avg_sq is None else [exp_avg_of, exp_avg_sq_of]
+    if not step.has_master:
+        return [*moments, param_of]
+    return [*moments, master_param_of if step.master_remainder is None else master_remainder_of, param_of]

@@ -74,6 +74,9 @@ class TritonEngine:
                 members.setdefault((Kind.of(step, batch.options), batch.device), []).append((batch, step))
         return [Launch(kind, own, arithmetic(kind, device)) for (kind, device), own in members.items()]
 
+    def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
+        """Nothing: unsharded steps compile their launches first (``Replay.compile``), sharded ones while measuring."""
+
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
         tables = []
         for batch in batches:

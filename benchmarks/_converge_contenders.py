@@ -119,6 +119,7 @@ CONTENDERS: dict[str, Contender] = {
         _pretrain("-buffer1", buffer=1),
         _pretrain("-buffer1-block", buffer=1, block_variance=True),
         _pretrain("-8bit", state_bits=8),
+        _pretrain("-smallest", buffer=1, block_variance=True, state_bits=8),
         _pretrain("-fp16", "fp16"),
         _pretrain("-fp16-scaled", "fp16", loss_scale=1024.0),
         _pretrain("-fp32", "fp32"),

@@ -83,6 +83,7 @@ CONTENDERS: dict[str, Contender] = {
     "buffer1-block": Contender(options={"buffer": 1, "block_variance": True}),
     "8bit": Contender(options={"state_bits": 8}),
     "8bit-onepass": Contender(options={"state_bits": 8, "fused_single_pass": True}),
+    "smallest": Contender(options={"buffer": 1, "block_variance": True, "state_bits": 8}),
     "M1-release": Contender(release=True),
     "M3-release": Contender(options={"master_weights": "semi"}, release=True),
     "buffer1-release": Contender(options={"buffer": 1}, release=True),

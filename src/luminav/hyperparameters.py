@@ -315,8 +315,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             MappingProxyType({"lr": 1e-5}),
         ),
         "smallest": Preset(
-            "The least memory between steps.",
-            MappingProxyType({"buffer": 1}),
+            'The least memory between steps; goes with the others, preset("pretrain") | preset("smallest").',
+            MappingProxyType({"buffer": 1, "block_variance": True, "state_bits": 8}),
         ),
     }
 )

@@ -1,6 +1,6 @@
 """Fine-tune a language model of transformers with its weights in BF16 and no FP32 copy.
 
-    pip install ".[trainers]"
+    pip install . transformers accelerate
     python examples/finetune_transformers.py                       # a tiny new model: seconds on a CPU, nothing to load
     python examples/finetune_transformers.py --model Qwen/Qwen3-0.6B --data notes/ --output runs/notes
     python examples/finetune_transformers.py --model Qwen/Qwen3-0.6B --data notes/ --output runs/notes --resume

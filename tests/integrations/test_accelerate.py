@@ -25,7 +25,9 @@ ACCUMULATED = 2
 
 @pytest.fixture(autouse=True)
 def _no_state_left() -> Iterator[None]:
-    """accelerate keeps its settings in the classes."""
+    """accelerate keeps its settings in the classes, where the Trainer of transformers finds and leaves them too."""
+    for kept in (AcceleratorState, GradientState, PartialState):
+        kept._reset_state()
     yield
     for kept in (AcceleratorState, GradientState, PartialState):
         kept._reset_state()

@@ -70,7 +70,7 @@ def test_finetunes_a_saved_model(tmp_path: Path) -> None:
 
 
 def test_vision_trains_and_resumes(tmp_path: Path) -> None:
-    options = ("--steps", "30", "--batch-size", "32", "--lr", "8e-3", "--checkpoint")
+    options = ("--steps", "30", "--batch-size", "16", "--lr", "8e-3", "--checkpoint")
     told = run("train_vision.py", *options, "whole.pt", folder=tmp_path)
     accuracy = re.search(r"accuracy on new pictures: ([\d.]+)%", told)
     assert accuracy and float(accuracy.group(1)) > 34  # one in six is chance

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from luminav.blocks import BLOCK
 from luminav.distributed import local
 from luminav.hyperparameters import SUPPORTED_DTYPES
 
@@ -273,8 +275,14 @@ def read_model(model: Any, dtype: torch.dtype | None) -> Source:
     if isinstance(model, int) and not isinstance(model, bool):
         if not 0 < model <= MOST_PARAMETERS:
             raise ValueError(f"the number of parameters must be > 0, and at most {MOST_PARAMETERS:.0e}, got {model}.")
-        param = torch.empty(1, model, dtype=dtype or torch.bfloat16, device="meta", requires_grad=True)
-        return Source("A model", (("parameters", param),), is_count=True)
+        body = model - model % BLOCK  # taken for a matrix, so that what is kept in blocks of a model's is here too
+        sizes = {"matrices": (1, body), "rest": (model - body,)}
+        params = {
+            name: torch.empty(size, dtype=dtype or torch.bfloat16, device="meta", requires_grad=True)
+            for name, size in sizes.items()
+            if math.prod(size)
+        }
+        return Source("A model", tuple(params.items()), is_count=True)
     if isinstance(model, (str, os.PathLike)):
         path = Path(model)
         return _from_config(_load(path / "config.json" if path.is_dir() else path), dtype)

@@ -17,24 +17,26 @@ from torch import Tensor, nn
 
 from luminav.engines.bundle import piece_limit
 from luminav.gradient_release import buckets
-from luminav.hyperparameters import OPTIONS, SUPPORTED_DTYPES, Options
+from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.model_shapes import FAMILIES, Activations, Source, read_model
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import ParamState, conform
 
-_MODES: tuple[tuple[str, dict[str, Any]], ...] = (
+MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {}),
     ("none, buffer=1", {"buffer": 1}),
+    ("none, block variance", {"buffer": 1, "block_variance": True}),
     ("none, 8-bit", {"state_bits": 8}),
+    ("none, block variance, 8-bit", {"buffer": 1, "block_variance": True, "state_bits": 8}),
     ("none, buffer=1, 8-bit", {"buffer": 1, "state_bits": 8}),
     ("semi", {"master_weights": "semi"}),
     ("semi, buffer=1", {"master_weights": "semi", "buffer": 1}),
+    ("semi, 8-bit", {"master_weights": "semi", "state_bits": 8}),
     ("semi, unsplit", {"master_weights": "semi", "split_master_weights": False}),
     ("full", {"master_weights": "full"}),
     ("full, buffer=1", {"master_weights": "full", "buffer": 1}),
     ("full, unsplit", {"master_weights": "full", "split_master_weights": False}),
 )
-MODES = tuple((name, options) for name, options in _MODES if options.keys() <= OPTIONS.keys())
 """Name and options of every mode that differs in memory. (One-pass mode keeps eight bytes per tensor more.)"""
 
 PEERS = (("torch AdamW, FP32", torch.float32), ("torch AdamW, BF16", torch.bfloat16))

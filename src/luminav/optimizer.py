@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.assembly import check_layout, check_param, without_autocast
+from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
 from luminav.rounding import SIXTEEN_BIT
@@ -204,6 +206,21 @@ class LuminaV(Optimizer):
         The count is kept on the device; asking for it waits for the device.
         """
         return self._stepper.num_nonfinite()
+
+    def diagnostics(self) -> AbstractContextManager[Report]:
+        """Watch the step taken inside a ``with``: gate, scales, size of the update, and rounding, by parameter.
+
+        Nothing is computed, allocated or waited for in steps outside the ``with``. Inside it, a step costs a copy of
+        the weights and about one more exact step, and the host waits for the device once.
+
+        Returns:
+            A context manager that gives a :class:`luminav.diagnostics.Report`: parameter name (or position) to
+            :class:`luminav.diagnostics.Figures`, filled when the step is done.
+
+        Raises:
+            RuntimeError: From the step: it was given a closure, a parameter is sharded, or gradient release is on.
+        """
+        return watching(self._stepper)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 

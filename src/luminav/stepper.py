@@ -317,6 +317,19 @@ class Stepper:
                         scale.clone() if batch.skip is None or old is None else torch.where(batch.skip, old, scale)
                     )
 
+    # ---- for diagnostics -------------------------------------------------------------------------------------------
+
+    def pending(self) -> list[Pending]:
+        """What a step would work on now, checked, each with the optimizer's own state."""
+        found = self._checked(None)
+        for item in found:
+            item.state = self.optimizer.state.get(item.param) or {}
+        return found
+
+    def scaling(self) -> Scaling:
+        """What the loss scaler asks for now, as far as gradients are concerned."""
+        return Scaling(getattr(self.optimizer, "grad_scale", None), None)
+
     # ---- non-finite gradients --------------------------------------------------------------------------------------
 
     def _count_nonfinite(self, sums: rule.Sums) -> None:

@@ -765,3 +765,10 @@ def test_weights_move_on_average_by_updates_far_below_their_spacing(engine: str,
         abs(moved["stochastic"] / moved["exact"] - 1) < 0.06
     )  # five deviations in BF16: √(40·p(1−p)/32768), p ≈ 0.005
     assert moved["nearest"] == 0.0
+
+
+def test_the_compiled_form_of_tanh_is_exact_to_three_ulp() -> None:
+    x = torch.cat((torch.linspace(-25, 25, 200_001), torch.logspace(-30, 0, 20_001), torch.tensor([0.0, -90.0, 1e30])))
+    expected = torch.tanh(x.double())
+    error = (rule.tanh_by_pieces(x.clone()).double() - expected).abs()
+    assert (error <= 3 * 2.0**-23 * expected.abs()).all()

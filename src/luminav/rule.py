@@ -30,6 +30,8 @@ FP16_EPS = 1e-4  # eps below this vanishes beside FP16 values
 COORDINATE_FLOOR = 1e-4  # a zero weight may still move by ρ·√1e-4 = ρ/100 in a step
 COORDINATE_RANGE = 1e18  # squares stay finite; beyond it B·tanh(Δ/B) = Δ to the last bit
 TANH_RANGE = 20.0  # tanh is ±1 to the last bit of FP64 beyond it, and exp(40) is finite
+TANH_SERIES_RANGE = 0.6
+TANH_SERIES = (-5.905985357e-3, 2.0805493880e-2, -5.3786719549e-2, 0.13331958726, -0.33333299294)
 LINEAR_BELOW = 1e-4  # tanh(r)/r = 1 − r²/3 is 1 in FP32
 CLIFF_RATIO, CLIFF_FLOOR = 0.01, 1.5e-4  # FP16 weights: at most 1 % a step, or 1.5e-4 near zero
 SMALLEST_RADIUS = 1e-30  # a bound that underflowed would divide 0 by 0
@@ -142,12 +144,24 @@ def tanh_(x: Tensor) -> Tensor:
 def tanh_of_half_(x: Tensor) -> Tensor:
     """tanh(x/2) in place, as e/(e+2) with e = exp(x) − 1: to 2 ulp, in half the time of ``torch.tanh`` on the CPU.
 
-    Compiled, it is ``torch.tanh``: Inductor's expm1 is exp(x) − 1, which has no correct digit left for small x.
+    Inductor's expm1 is exp(x) − 1, which has no correct digit left for small x.
     """
     if torch.compiler.is_compiling():
-        return x.mul_(0.5).tanh_()
+        return tanh_by_pieces(x.mul_(0.5)) if x.dtype == torch.float32 else x.mul_(0.5).tanh_()
     e = x.clamp_(-2.0 * TANH_RANGE, 2.0 * TANH_RANGE).expm1_()
     return e.div_(e + 2.0)
+
+
+def tanh_by_pieces(x: Tensor) -> Tensor:
+    """tanh of FP32 to 2 ulp, in half the time of ``torch.tanh`` once compiled: a polynomial in x², beyond 0.6 by exp.
+
+    The coefficients minimise the largest relative error on [0, 0.6], 3e-9, by reweighted least squares.
+    """
+    square = x * x
+    series = torch.zeros_like(x)
+    for coefficient in TANH_SERIES:
+        series = series * square + coefficient
+    return torch.where(x.abs() < TANH_SERIES_RANGE, x + x * (square * series), 1.0 - 2.0 / ((2.0 * x).exp() + 1.0))
 
 
 def dual_direction(lookahead: Tensor, exp_avg_sq: Tensor, numbers: StepNumbers) -> Tensor:

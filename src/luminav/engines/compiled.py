@@ -278,11 +278,15 @@ class Slab:
             first += fragment.rows * ROW
         return targets
 
-    @cached_property
-    def tensor_of_row(self) -> Tensor:
-        """Number of the tensor that each row belongs to; a row without one belongs to the last."""
-        numbers = [fragment.piece.tensor for fragment in self.fragments for _ in range(fragment.rows)]
-        return torch.tensor(numbers + numbers[-1:] * (self.rows - len(numbers)), device=self.device)
+    def spread(self, per_tensor: Tensor) -> Tensor:
+        """Numbers of tensors, in the last dimension, as numbers of rows; a row without a tensor has the last one's."""
+        numbers = [fragment.piece.tensor for fragment in self.fragments]
+        if len(numbers) == 1:
+            return per_tensor[..., numbers].expand(*per_tensor.shape[:-1], self.rows).contiguous()
+        counts = [fragment.rows for fragment in self.fragments]
+        counts[-1] += self.rows - sum(counts)
+        repeats = torch.tensor(counts, device=self.device)
+        return per_tensor[..., numbers].repeat_interleave(repeats, dim=-1, output_size=self.rows)
 
     def add_(self, table: Tensor, columns: Sequence[Tensor | None]) -> None:
         """Add sums of rows to the table's rows: each fragment's in FP64, one after the other. None counts elements."""
@@ -430,7 +434,7 @@ class CompiledEngine:
         skip = torch.zeros((), dtype=torch.bool, device=batch.device) if batch.skip is None else batch.skip
         for slab in _slabs_of(batch):
             kind = kind_of(batch, slab, verb)
-            per_row = per_tensor.index_select(1, slab.tensor_of_row)
+            per_row = slab.spread(per_tensor)
             words = slab.words() if kind.noise else None
             tensors = [slab.load(of) for of in _TENSORS]
             columns, new = self.graphs.compiled(kind)(tensors, numbers, skip, per_row, words)

@@ -87,6 +87,8 @@ CONTENDERS: dict[str, Contender] = {
     "M1-release": Contender(release=True),
     "M3-release": Contender(options={"master_weights": "semi"}, release=True),
     "buffer1-release": Contender(options={"buffer": 1}, release=True),
+    "8bit-release": Contender(options={"state_bits": 8}, release=True),
+    "smallest-release": Contender(options={"buffer": 1, "block_variance": True, "state_bits": 8}, release=True),
     "adamw-fused": Contender("torch"),
     "adamw-fused-fp32": Contender("torch", dtype="fp32"),
     "flashadamw": Contender("flashoptim"),

@@ -187,7 +187,7 @@ def default_contenders(arguments: argparse.Namespace) -> list[str]:
     """Those whose package is here; a few more when asked for by name."""
     here = {"luminav": True, "torch": True, "public": arguments.public_luminav is not None}
     here["flashoptim"] = find_spec("flashoptim") is not None
-    extra = ("8bit-onepass", "M3-release", "buffer1-release")
+    extra = ("8bit-onepass", "M3-release", "buffer1-release", "8bit-release", "smallest-release")
     return [name for name, contender in CONTENDERS.items() if here[contender.package] and name not in extra]
 
 

@@ -23,7 +23,7 @@ KINDS = ("embedding", "head", "norm", "matrix")
 
 ADAMW_GRID = (7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3)
 LUMINAV_GRID = (4e-4, 8e-4, 1.6e-3, 3.2e-3)
-PRETRAIN_GRID = (8e-4, 1.2e-3, 1.6e-3, 2.4e-3)
+PRETRAIN_GRID = (1.2e-3, 1.6e-3, 2.4e-3, 3.2e-3)
 BAR = "adamw-fp32"
 """What every other contender is compared with."""
 
@@ -81,9 +81,9 @@ def _luminav(name: str, dtype: str = "bf16", loss_scale: float = 1.0, **options:
 
 
 def _pretrain(name: str, dtype: str = "bf16", loss_scale: float = 1.0, **options: Any) -> Contender:
-    """Candidates for the "pretrain" preset: β₂ of large-batch practice, the gate off."""
+    """Candidates for the "pretrain" preset: β₂ of large-batch practice, the gate off, clipped as AdamW is."""
     options = {"betas": (0.9, 0.95), "cautious": False} | options
-    return Contender(f"pretrain{name}", "luminav", options, PRETRAIN_GRID, dtype, loss_scale=loss_scale)
+    return Contender(f"pretrain{name}", "luminav", options, PRETRAIN_GRID, dtype, clip=1.0, loss_scale=loss_scale)
 
 
 def _public(name: str, **options: Any) -> Contender:

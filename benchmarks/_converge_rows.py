@@ -177,8 +177,11 @@ def summarise(ledger: Ledger, size: str, recipe: str, bar: str) -> list[Line]:
 
 
 def _at_best(ledger: Ledger, name: str, size: str, recipe: str) -> list[Row]:
-    lr = ledger.best_lr(name, size, recipe)
-    return [row for row in ledger.of(size, recipe, name) if row.lr == lr]
+    """A contender's runs at the rate that was taken most seeds of, or at its best one where several were."""
+    by_lr: dict[float, list[Row]] = {}
+    for row in ledger.of(size, recipe, name):
+        by_lr.setdefault(row.lr, []).append(row)
+    return min(by_lr.values(), key=lambda rows: (-len(rows), statistics.mean(row.score for row in rows)))
 
 
 def print_table(lines: Sequence[Line], bar: str) -> None:
@@ -191,6 +194,16 @@ def print_table(lines: Sequence[Line], bar: str) -> None:
         text += f"{line.difference:>+13.4f} ± {line.half_width:<8.4f}"
         text += f"{line.bytes_per_param:>9.2f}{line.tokens_per_s:>11.0f}{line.diverged:>4}"
         print(text + (f"{line.moved:>8.1%}{line.loss_change:>+10.4f}" if fine_tuned else ""))
+
+
+def run_rows(ledger: Ledger, size: str, recipe: str) -> list[tuple[str, float | str, str]]:
+    """Every run's validation loss as a row of results.csv."""
+    return [
+        (f"converge/{size}/{recipe}/{row.contender}/lr={row.lr:g}/seed={row.seed}", row.val_loss, "nats")
+        if math.isfinite(row.val_loss)
+        else (f"converge/{size}/{recipe}/{row.contender}/lr={row.lr:g}/seed={row.seed}", row.status, "nats")
+        for row in ledger.of(size, recipe)
+    ]
 
 
 def result_rows(lines: Sequence[Line], size: str, recipe: str, bar: str) -> list[tuple[str, float | str, str]]:

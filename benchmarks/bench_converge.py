@@ -37,7 +37,7 @@ import torch
 from _converge_chart import draw_chart
 from _converge_contenders import BAR, CONTENDERS, find_contender
 from _converge_model import SIZES
-from _converge_rows import Key, Ledger, key_of, print_table, result_rows, summarise
+from _converge_rows import Key, Ledger, key_of, print_table, result_rows, run_rows, summarise
 from _converge_run import Recipe, Run
 from _converge_text import Corpus, prepare
 from _rows import RESULTS, append_rows, stamp
@@ -347,7 +347,7 @@ def main() -> None:
         lines = summarise(ledger, size, recipe, BAR)
         print_table(lines, BAR)
         if arguments.results is not None:
-            rows = result_rows(lines, size, recipe, BAR)
+            rows = result_rows(lines, size, recipe, BAR) + run_rows(ledger, size, recipe)
             append_rows(rows, "cuda" if torch.cuda.is_available() else "cpu", arguments.results)
     sys.exit(1 if failed else 0)
 

@@ -188,3 +188,31 @@ def test_the_chart_has_a_panel_for_each_figure(tmp_path: Any) -> None:
     figure.savefig(tmp_path / "run.png")
     with pytest.raises(ValueError, match="at least one report"):
         chart([])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="counts launches and copies with CUDA's profiler")
+def test_on_a_gpu_asking_costs_one_transfer_and_not_asking_nothing() -> None:
+    params = [parameter(normal((33, 70), number).cuda(), torch.bfloat16) for number in range(3)]
+    optimizer = optimizer_for(params, execution="triton")
+
+    def activities(watched: bool) -> tuple[int, int]:
+        """Kernels, and copies to the host, of a step."""
+        for number, param in enumerate(params):
+            param.grad = normal((33, 70), 10 + number).cuda().bfloat16()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            if watched:
+                with optimizer.diagnostics():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            torch.cuda.synchronize()
+        names = [event.name for event in profiler.events() or ()]
+        return sum("mem" not in name.lower() for name in names), sum("DtoH" in name for name in names)
+
+    for _ in range(3):
+        activities(False)  # kernels compile, launches are kept, and the profiler's first session misses its start
+    plain, asked, again = activities(False), activities(True), activities(False)
+    assert plain == again and plain[1] == 0
+    assert asked[1] == 1 and asked[0] > plain[0]

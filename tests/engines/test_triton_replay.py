@@ -553,3 +553,28 @@ def test_an_export_after_a_conversion_sees_what_the_kept_launches_wrote(released
     before = model.weight.detach().clone()
     model.bfloat16()
     assert_same_bits(optimizer.master_state_dict(model)["weight"], before)
+
+
+# ---- diagnostics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_single_pass": True}, {"buffer": 1}, {"master_weights": "semi"}], ids=str
+)
+def test_diagnostics_leave_the_launches_and_report_what_the_reference_does(options: dict[str, Any]) -> None:
+    race = running(steps=3, lr=1e-2, **options)
+    kept = race.replay
+    race.set_grads([normal(p.shape, 70 + n, 1.0, p.dtype) for n, p in enumerate(race.params)])
+    with race.optimizer.diagnostics() as report, race.reference.diagnostics() as expected:
+        race.optimizer.step()
+        race.reference.step()
+    race.compare()
+    assert race.replay is kept
+    for name, figures in expected.items():
+        assert report[name].density == figures.density
+        assert report[name].nonfinite_grads == 0
+        scales = (report[name].cautious_scale, report[name].bound_scale)
+        assert scales == pytest.approx((figures.cautious_scale, figures.bound_scale), rel=1e-5)
+        assert report[name].update_ratio == pytest.approx(figures.update_ratio, rel=0.05)
+        assert report[name].moved == pytest.approx(figures.moved, abs=0.05)
+    go_on(race)

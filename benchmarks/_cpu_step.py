@@ -1,4 +1,4 @@
-"""The CPU's part of bench_step.py: LuminaV's foreach engine and torch's AdamW on GPT-2 small, taking turns."""
+"""The CPU's part of bench_step.py: LuminaV's foreach and compiled engines and torch's AdamW, taking turns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ LR = 8e-4
 BASELINE = "torch-adamw-foreach"
 MOST_SCRATCH_MIB = 64
 MOST_RATIO = 6.0
+FUSED = "torch-adamw-fused"
+MOST_COMPILED = {"luminav-none-onepass-compile": 6.0, "luminav-none-exact-compile": 10.0}
+"""Promised of the compiled engine, as a multiple of `FUSED`."""
 
 Row = tuple[str, float | str, str]
 
@@ -77,13 +80,16 @@ def bench_cpu(repeats: int, shrink: int) -> list[Row]:
     optimizers = make_optimizers(shrink)
     times = step_times(optimizers, repeats)
     print(f"GPT-2 small, {size / 1e6:.1f} M parameters in BF16, {torch.get_num_threads()} threads")
-    print(f"{'contender':24}{'ms':>10}{'x foreach':>12}{'scratch MiB':>14}")
+    print(f"{'contender':24}{'ms':>10}{'x foreach':>12}{'x fused':>12}{'scratch MiB':>14}")
     rows: list[Row] = []
     for key, optimizer in optimizers.items():
         ratio, scratch = times[key] / times[BASELINE], scratch_bytes(optimizer) / 2**20
-        print(f"{key:24}{times[key]:10.1f}{ratio:12.2f}{scratch:14.1f}")
+        print(f"{key:24}{times[key]:10.1f}{ratio:12.2f}{times[key] / times[FUSED]:12.2f}{scratch:14.1f}")
         case = f"step/cpu-gpt2/{key}"
         rows += [(f"{case}/time", times[key], "ms"), (f"{case}/ratio", ratio, f"x {BASELINE}")]
+        rows.append((f"{case}/fused_ratio", times[key] / times[FUSED], f"x {FUSED}"))
         rows.append((f"{case}/scratch", scratch, "MiB"))
-    print(f"promised of luminav: at most {MOST_RATIO:g} x {BASELINE} and {MOST_SCRATCH_MIB} MiB")
+    print(f"promised of foreach: at most {MOST_RATIO:g} x {BASELINE} and {MOST_SCRATCH_MIB} MiB")
+    for key, most in MOST_COMPILED.items():
+        print(f"promised of {key}: at most {most:g} x {FUSED}")
     return rows

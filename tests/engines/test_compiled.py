@@ -30,8 +30,9 @@ from support import (
 from torch import Tensor
 
 from luminav import engines, rule
-from luminav.engines import Batch, Scales, TensorStep, choose_engine, compiled
-from luminav.engines.compiled import ROW, CompiledEngine, Graphs
+from luminav.engines import Batch, Scales, TensorStep, choose_engine, slabs
+from luminav.engines.compiled import CompiledEngine, Graphs
+from luminav.engines.slabs import ROW
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
 
@@ -65,7 +66,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> CompiledEngine:
 
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "CPU_ROWS", 24)
+    monkeypatch.setattr(slabs, "CPU_ROWS", 24)
 
 
 def grads_of(dtype: torch.dtype) -> list[list[Tensor | None]]:

@@ -12,29 +12,22 @@ and writes nothing, so that it stays one loop: with stores in place, Inductor sp
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from luminav import rule
-from luminav.engines import bundle as pieces
 from luminav.engines import single
 from luminav.engines.batch import Batch, Scales, TensorStep
-from luminav.engines.bundle import Bundle, Piece, Select, cut, present, present_key
+from luminav.engines.bundle import Bundle, Select, keep_heap, present, present_key
+from luminav.engines.slabs import ROW, Slab, slabs
 from luminav.hyperparameters import Options
-from luminav.rounding import HIGH_WORD_MULTIPLIERS, Noise, NoiseKey, Word, element_noise
+from luminav.rounding import Noise, NoiseKey, element_noise
 from luminav.rule import Scalar, StepNumbers
 
-ROW = 512
-LEAST_ROWS = 2
-"""Graphs are for any number of rows but one, which the compiler would take for a constant."""
-CPU_ROWS = 1 << 11  # new values of a piece, 2 MiB each in BF16, are still in the cache when they are stored
-DEVICE_ROWS = 1 << 14
-ROWS_READ_IN_PLACE = 16  # less than this is not worth a call of its own
 COMPILE_ERRORS = (RuntimeError, NotImplementedError, OSError, subprocess.SubprocessError)
 """What torch.compile raises: its own errors are RuntimeErrors, the others come from starting compilers."""
 
@@ -219,166 +212,6 @@ def _example(kind: Kind) -> list[Any]:
     return [tensors, numbers, skip, per_row, None if words is None else tuple(words)]
 
 
-# ---- rows of tensors -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """Elements `start` to `stop` of a piece, in `rows` rows of their own, the last one perhaps padded."""
-
-    piece: Piece
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> int:
-        return -(-(self.stop - self.start) // ROW)
-
-
-class Slab:
-    """Fragments of tensors of one batch as rows, one fragment after the other."""
-
-    def __init__(self, steps: Sequence[TensorStep], fragments: Sequence[Fragment]) -> None:
-        self.steps, self.fragments = steps, fragments
-        self.device = steps[0].param.device
-        self.rows = max(LEAST_ROWS, sum(fragment.rows for fragment in fragments))
-
-    def load(self, of: Select) -> Tensor | None:
-        """One kind of tensor as [rows, 512]: a view where the rows lie like that, else a copy."""
-        parts = [self._part(of, fragment) for fragment in self.fragments]
-        first = parts[0]
-        if first is None:
-            return None
-        if len(parts) == 1 and first.numel() == self.rows * ROW:
-            return first.reshape(-1).view(self.rows, ROW)
-        rows = first.new_zeros(self.rows, ROW)
-        targets = self._targets(rows, [present(part) for part in parts])
-        torch._foreach_copy_(targets, [present(part) for part in parts])
-        return rows
-
-    def store(self, of: Select, rows: Tensor) -> None:
-        """Write rows back into the tensors."""
-        parts = [present(self._part(of, fragment)) for fragment in self.fragments]
-        torch._foreach_copy_(parts, self._targets(rows, parts))
-
-    def _part(self, of: Select, fragment: Fragment) -> Tensor | None:
-        tensor = of(self.steps[fragment.piece.tensor])
-        if tensor is None:
-            return None
-        view = tensor.detach()[fragment.piece.index]
-        if fragment.stop - fragment.start == fragment.piece.numel:
-            return view
-        return view.reshape(-1)[fragment.start : fragment.stop]  # of gradients alone it may be a copy
-
-    def _targets(self, rows: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-        """The places of the fragments in the rows, each in the shape of its part."""
-        flat, first, targets = rows.view(-1), 0, []
-        for fragment, part in zip(self.fragments, parts, strict=True):
-            targets.append(flat[first : first + part.numel()].view(part.shape))
-            first += fragment.rows * ROW
-        return targets
-
-    def spread(self, per_tensor: Tensor) -> Tensor:
-        """Numbers of tensors, in the last dimension, as numbers of rows; a row without a tensor has the last one's."""
-        numbers = [fragment.piece.tensor for fragment in self.fragments]
-        if len(numbers) == 1:
-            return per_tensor[..., numbers].expand(*per_tensor.shape[:-1], self.rows).contiguous()
-        counts = [fragment.rows for fragment in self.fragments]
-        counts[-1] += self.rows - sum(counts)
-        repeats = torch.tensor(counts, device=self.device)
-        return per_tensor[..., numbers].repeat_interleave(repeats, dim=-1, output_size=self.rows)
-
-    def add_(self, table: Tensor, columns: Sequence[Tensor | None]) -> None:
-        """Add sums of rows to the table's rows: each fragment's in FP64, one after the other. None counts elements."""
-        counted = [column for column in columns if column is not None]
-        split = torch.stack(counted, 1).to(torch.float64).split([*self._row_counts])
-        for fragment, part in zip(self.fragments, split, strict=False):
-            sums = iter(part.sum(0).unbind())
-            numel = table.new_tensor(fragment.stop - fragment.start)
-            table[fragment.piece.tensor] += torch.stack([numel if c is None else next(sums) for c in columns])
-
-    @property
-    def _row_counts(self) -> list[int]:
-        counts = [fragment.rows for fragment in self.fragments]
-        return [*counts, self.rows - sum(counts)]
-
-    # ---- noise -----------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def per_element(self) -> bool:
-        """Whether the elements of some row are not consecutive in their parameter, as far as the noise is concerned."""
-        return any(self._is_scattered(fragment) for fragment in self.fragments)
-
-    def _is_scattered(self, fragment: Fragment) -> bool:
-        step = self.steps[fragment.piece.tensor]
-        start = step.first_index + fragment.piece.start + fragment.start
-        return bool(step.jumps) or start % pieces.LOW_WORD + fragment.rows * ROW > pieces.LOW_WORD
-
-    def words(self) -> tuple[Tensor, Tensor]:
-        """What :func:`element_noise` adds to an element's column in each of its two rounds, int32, [rows, 1 or 512]."""
-        first, second = zip(*(self._words_of(fragment) for fragment in self.fragments), strict=True)
-        return self._padded(first), self._padded(second)
-
-    def _words_of(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
-        step = self.steps[fragment.piece.tensor]
-        part = Piece(0, (), fragment.piece.start + fragment.start, fragment.stop - fragment.start)
-        if self.per_element:
-            index = pieces.indices(step, part, self.device)
-            index = torch.cat((index, index.new_zeros(fragment.rows * ROW - index.numel()))).view(-1, ROW)
-            index -= torch.arange(ROW, device=self.device)
-            low, high = index, (index + torch.arange(ROW, device=self.device)).bitwise_right_shift(32)
-        else:
-            start = step.first_index + part.start
-            low = torch.arange(start % pieces.LOW_WORD, start % pieces.LOW_WORD + fragment.rows * ROW, ROW)
-            low = low.to(self.device).unsqueeze(1)
-            high = torch.full_like(low, start // pieces.LOW_WORD)
-        key = present_key(step)
-        return _word(key.first, low + high * HIGH_WORD_MULTIPLIERS[0]), _word(
-            key.second, high * HIGH_WORD_MULTIPLIERS[1]
-        )
-
-    def _padded(self, words: Sequence[Tensor]) -> Tensor:
-        missing = self.rows - sum(len(word) for word in words)
-        return torch.cat((*words, words[0].new_zeros(missing, words[0].shape[1])))
-
-
-def _word(key: Word, term: Tensor) -> Tensor:
-    """Their sum modulo 2³², int32."""
-    return (term + (key.to(torch.int64) if isinstance(key, Tensor) else key)).to(torch.int32)
-
-
-def slabs(steps: Sequence[TensorStep], device: torch.device) -> Iterator[Slab]:
-    """Cut the tensors of a batch into slabs."""
-    limit = CPU_ROWS if device.type == "cpu" else DEVICE_ROWS
-    waiting: list[Fragment] = []
-    held = 0
-    for number, step in enumerate(steps):
-        whole_pieces = not _rows_lie_in_place(step)
-        if waiting and step.present_grad.dtype != steps[waiting[0].piece.tensor].present_grad.dtype:
-            yield Slab(steps, waiting)
-            waiting, held = [], 0
-        for piece in cut(number, step.param.shape, limit * ROW):
-            body = piece.numel // ROW * ROW
-            if whole_pieces or body < ROWS_READ_IN_PLACE * ROW:
-                body = 0
-            else:
-                yield Slab(steps, [Fragment(piece, 0, body)])
-            if body < piece.numel:
-                rest = Fragment(piece, body, piece.numel)
-                if waiting and held + rest.rows > limit:
-                    yield Slab(steps, waiting)
-                    waiting, held = [], 0
-                waiting.append(rest)
-                held += rest.rows
-    if waiting:
-        yield Slab(steps, waiting)
-
-
-def _rows_lie_in_place(step: TensorStep) -> bool:
-    written = (step.param, step.exp_avg, step.exp_avg_sq, step.master_param, step.master_remainder)
-    return all(tensor is None or tensor.is_contiguous() for tensor in written)
-
-
 # ---- the engine ----------------------------------------------------------------------------------------------------
 
 _TENSORS: tuple[Select, ...] = (
@@ -427,7 +260,7 @@ class CompiledEngine:
     @torch.no_grad()
     def _run(self, batch: Batch, verb: str, scales: Scales | None) -> Tensor:
         """One verb on one batch. Returns its sums."""
-        pieces.keep_heap()
+        keep_heap()
         num_sums = 2 if verb == "lookahead" else rule.NUM_SUMS
         table = torch.zeros(len(batch.steps), num_sums, dtype=torch.float64, device=batch.device)
         numbers, per_tensor = _numbers_of(batch), _per_tensor(batch, scales)

@@ -307,8 +307,8 @@ class Preset:
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "pretrain": Preset(
-            "A decoder from random weights: a variance that forgets within twenty steps, and no gate. Clip the gradient's "
-            "norm at 1.0, as with AdamW: without it the first hundred steps are unstable.",
+            "A decoder from random weights: a variance that forgets within twenty steps, and no gate. Clip the norm of "
+            "the gradients at 1.0, as with AdamW: without it the first hundred steps are unstable.",
             MappingProxyType({"lr": 2.4e-3, "betas": (0.9, 0.95), "cautious": False}),
         ),
         "finetune": Preset(

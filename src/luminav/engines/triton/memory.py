@@ -133,7 +133,7 @@ def store_moment(
     """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
     if SHARED:
         rows, inside = block_tile(first, left, BLOCK)
-        tl.store(pointer + rows, x, mask=inside)
+        tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
     elif tl.uint8 == TYPE:
         rows, inside = block_tile(first, left, BLOCK)
         codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC)

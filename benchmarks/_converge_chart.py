@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
 
 IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "converge.png"
@@ -19,13 +20,18 @@ def latest_figures(path: Path, recipe: str) -> dict[str, Figures]:
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             kind, size, own, name, figure = [*row["case"].split("/"), *[""] * 5][:5]
-            if (kind, own) != ("converge", recipe) or size not in found:
+            if (kind, own) != ("converge", recipe) or size not in found or "=" in figure:  # the last: single runs
                 continue
             if row["value"] == "diverged":
                 found[size].pop(name, None)
             else:
                 found[size].setdefault(name, {})[figure] = float(row["value"])
     return {size: figures for size, figures in found.items() if figures}
+
+
+def _label(name: str, figures: Mapping[str, float]) -> str:
+    """A contender, and its memory where that was measured."""
+    return f"{name}, {figures['memory']:.1f} B/param" if "memory" in figures else name
 
 
 def draw_chart(path: Path, image: Path = IMAGE, recipe: str = "pretrain") -> Path:
@@ -58,11 +64,11 @@ def draw_chart(path: Path, image: Path = IMAGE, recipe: str = "pretrain") -> Pat
             panel.errorbar(
                 values["difference"], place, xerr=values.get("interval", 0.0), fmt="o", color=colour, capsize=3
             )
-        panel.set_yticks(range(len(names)), [f"{n}, {drawn[n]['memory']:.1f} B/param" for n in names], fontsize=8)
+        panel.set_yticks(range(len(names)), [_label(name, drawn[name]) for name in names], fontsize=8)
         panel.axvline(0.0, color="#8a8f98", linewidth=0.8)
         left = sorted(set(figures) - set(drawn))
         panel.set_title(TITLES[size] + (f"; further behind: {', '.join(left)}" if left else ""), fontsize=9)
-        panel.set_xlabel("validation loss minus AdamW's with FP32 weights, nats (95 % interval over pairs)")
+        panel.set_xlabel("validation loss minus FP32 AdamW's, nats (95 % interval)")
         panel.spines[["top", "right"]].set_visible(False)
     chart.tight_layout()
     image.parent.mkdir(parents=True, exist_ok=True)

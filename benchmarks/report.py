@@ -233,8 +233,10 @@ def convergence(rows: Rows) -> list[str]:
     lines = [
         *picture("converge.png", "Validation loss of every contender against AdamW with FP32 weights"),
         "Decoders of about 40 and 120 M parameters on text that is installed with Python, 700 steps of 32k tokens,",
-        "every contender at the best learning rate of its grid; differences over pairs of runs with the same initial",
-        "weights and the same order of the data. `python benchmarks/bench_converge.py --help` says the rest.",
+        "every contender at the learning rate that most seeds were taken at, where that is one of several its best;",
+        "single runs, those at other rates included, are the rows `…/lr=…/seed=…`. Differences are over pairs of runs",
+        "with the same initial weights and the same order of the data. Gradients are clipped at 1.0, but for",
+        "`clip=None` and `luminav-…`. `python benchmarks/bench_converge.py --help` says the rest.",
         "",
     ]
     for size, recipe in sorted(groups):

@@ -8,9 +8,8 @@ number with four mantissa bits; above them exp_avg has three exponent bits and a
 a block's values reach down to 2⁻⁷, or 2⁻¹⁵, of its largest, each to 1/16 of itself or better, and 0 takes the place of
 the smallest one. Widening a code is a shift and an addition on FP32's bit pattern; rounding one stochastically adds
 noise to the pattern and cuts it, as for BF16. Scales are powers of two, as in the OCP Microscaling formats (OCP MX 1.0,
-2023), so a scale that changes leaves what is on the grid where it was: with another one, every element would be rounded
-anew in every step, and the variance would random-walk. Other formats were measured by ``benchmarks/state_formats.py``;
-its figures are in ``docs/memory.md``.
+2023): a byte each. Other formats were measured by ``benchmarks/state_formats.py``; its figures are in
+``docs/memory.md``.
 """
 
 from __future__ import annotations

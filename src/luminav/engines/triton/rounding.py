@@ -139,8 +139,8 @@ def decode(codes, scales, TOP: tl.constexpr):
 def encode(x, noise, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
     """uint8 codes and scales of FP32 [blocks, 64]; `noise` is uint32 in [0, 65535], unused for nearest.
 
-    To the bits of ``luminav.blocks.encode`` in fewer instructions, which are what an 8-bit step waits for: 1 + noise/2¹⁶
-    is a bit pattern, and with a value below the smallest one raised to that, one threshold decides between it and 0.
+    To the bits of ``luminav.blocks.encode`` in fewer instructions, which are what an 8-bit step waits for: 1 +
+    noise/2¹⁶ is a bit pattern, and of values raised to the smallest one a threshold decides which are 0.
     """
     magnitude = tl.abs(x)
     largest = tl.max(magnitude, 1).to(tl.int32, bitcast=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,9 @@ SMALL_SHAPES: tuple[tuple[int, ...], ...] = (
     (128, 32),
     (4097,),
     (8209,),
+    (131, 64),
 )
-"""One element, primes, 2^k ± 1, nothing at all; aligned tensors and others; one program and several."""
+"""One element, primes, 2^k ± 1, nothing at all; aligned tensors and others; one program and several; state in blocks."""
 
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},
@@ -47,6 +48,9 @@ MODES: dict[str, dict[str, Any]] = {
     "full-onepass": {"master_weights": "full", "fused_single_pass": True},
     "buffer1": {"buffer": 1},
     "coordinate": {"cautious": False, "bound_type": "coordinate", "stochastic_rounding": False},
+    "8bit-onepass": {"state_bits": 8, "fused_single_pass": True},
+    "block-onepass": {"buffer": 1, "block_variance": True, "fused_single_pass": True},
+    "smallest": {"buffer": 1, "block_variance": True, "state_bits": 8},
 }
 """One-pass modes begin with an exact step, so these reach every kernel."""
 
@@ -309,9 +313,10 @@ def overflow(
 # ---- a small run, for memory checkers ------------------------------------------------------------------------------
 
 
-def check_small(claims: Claims) -> None:
+def check_small(claims: Claims, modes: Sequence[str] = tuple(MODES)) -> None:
     """Three steps of every mode on tiny tensors, compared with the reference engine."""
-    cases = [(mode, torch.bfloat16) for mode in MODES] + [("onepass", torch.float16), ("onepass", torch.float32)]
+    cases = [(mode, torch.bfloat16) for mode in modes]
+    cases += [(mode, dtype) for mode in modes if mode == "onepass" for dtype in (torch.float16, torch.float32)]
     for mode, dtype in cases:
         name = f"{mode}-{str(dtype).removeprefix('torch.')}"
         weights = []

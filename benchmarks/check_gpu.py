@@ -25,7 +25,7 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 import torch
-from _gpu_checks import CHECKS, TIMED, Claims, check_small
+from _gpu_checks import CHECKS, MODES, TIMED, Claims, check_small
 from _rows import RESULTS, append_rows
 
 WORKER_SECONDS = 240
@@ -68,6 +68,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", nargs="+", choices=tuple(CHECKS), default=list(CHECKS), metavar="CHECK")
     parser.add_argument("--small", action="store_true", help="tiny tensors, in this process")
+    parser.add_argument("--modes", nargs="+", choices=tuple(MODES), default=list(MODES), metavar="MODE",
+                        help="of --small: racecheck takes minutes for all")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS, help="the file of rows")
     parser.add_argument("--worker", choices=tuple(CHECKS), help=argparse.SUPPRESS)
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)
@@ -84,7 +86,7 @@ def main() -> int:
         return 0
     if arguments.small:
         claims = Claims("small")
-        check_small(claims)
+        check_small(claims, arguments.modes)
         return summary([claims])
     done = run_all(arguments.checks)
     append_rows([row for claims in done for row in claims.rows()], "cuda", arguments.out)

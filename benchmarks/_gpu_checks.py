@@ -39,7 +39,7 @@ SMALL_SHAPES: tuple[tuple[int, ...], ...] = (
     (8209,),
     (131, 64),
 )
-"""One element, primes, 2^k ± 1, nothing at all; aligned tensors and others; one program and several; state in blocks."""
+"""One element, primes, 2^k ± 1, nothing at all; aligned or not; one program and several; state in blocks."""
 
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},

@@ -160,6 +160,7 @@ LEVELS = {
     "layout": 1,
     "engines": 2,
     "state": 3,  # these serve the optimizer
+    "checkpoints": 3,
     "assembly": 3,
     "replay": 3,
     "distributed": 3,

@@ -12,21 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.assembly import check_layout, check_param, without_autocast
+from luminav.checkpoints import Sealed, loaded_group, loaded_state, make_saveable, report_dropped, seal
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
 from luminav.rounding import SIXTEEN_BIT
-from luminav.state import (
-    Sealed,
-    adopt_edits,
-    former_weight,
-    joined,
-    loaded_group,
-    loaded_state,
-    make_saveable,
-    report_dropped,
-    seal,
-)
+from luminav.state import adopt_edits, former_weight, joined
 from luminav.stepper import Share, Stepper
 
 

@@ -1,4 +1,4 @@
-"""What is kept per parameter, in which dtype; checkpoints in and out.
+"""What is kept per parameter, and in which dtype.
 
 :data:`STATE` is the one table of state tensors: creation, loading, moving between devices and the documentation read
 it. Everything in it reaches a checkpoint, and nothing else does.
@@ -6,9 +6,7 @@ it. Everything in it reaches a checkpoint, and nothing else does.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,11 +14,9 @@ import torch
 from torch import Tensor
 
 from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, block_shape, decode, encode, in_blocks
-from luminav.distributed import is_dtensor, local, placed_like
-from luminav.hyperparameters import OPTIONS, Options
+from luminav.distributed import is_dtensor, local
+from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
-
-logger = logging.getLogger("luminav")
 
 ParamState: TypeAlias = dict[str, Any]
 
@@ -95,7 +91,8 @@ class StateTensor:
         return _zeros_per_block(param, dtype) if self.per_block(param, options) else self.start(param, dtype)
 
 
-def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_like_param(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros shaped and placed like a parameter."""
     form = torch.contiguous_format if dtype == torch.uint8 else torch.preserve_format  # codes lie block by block
     return torch.zeros_like(param, dtype=dtype, memory_format=form)
 
@@ -114,7 +111,7 @@ def _zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _copy_of_weight(param: Tensor, dtype: torch.dtype) -> Tensor:
-    return _zeros(param, dtype).copy_(param.detach())
+    return zeros_like_param(param, dtype).copy_(param.detach())
 
 
 STATE: tuple[StateTensor, ...] = (
@@ -127,14 +124,14 @@ STATE: tuple[StateTensor, ...] = (
         per_tensor=True,
     ),
     StateTensor(
-        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=exp_avg_dtype, start=_zeros
+        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=exp_avg_dtype, start=zeros_like_param
     ),
     StateTensor(
         "exp_avg_scale",
         "exponents of the scales of exp_avg's 8-bit codes, uint8",
         wanted=is_coded,
         dtype=lambda param, options: torch.uint8,
-        start=_zeros,
+        start=zeros_like_param,
         per_block=is_coded,
     ),
     StateTensor(
@@ -142,7 +139,7 @@ STATE: tuple[StateTensor, ...] = (
         "variance v of grad − exp_avg",
         wanted=lambda param, options: options.has_variance,
         dtype=exp_avg_sq_dtype,
-        start=_zeros,
+        start=zeros_like_param,
         per_block=has_block_variance,
     ),
     StateTensor(
@@ -150,7 +147,7 @@ STATE: tuple[StateTensor, ...] = (
         "exponents of the scales of exp_avg_sq's 8-bit codes, uint8",
         wanted=lambda param, options: options.buffer == 2 and is_coded(param, options),
         dtype=lambda param, options: torch.uint8,
-        start=_zeros,
+        start=zeros_like_param,
         per_block=is_coded,
     ),
     StateTensor(
@@ -165,7 +162,7 @@ STATE: tuple[StateTensor, ...] = (
         "FP32 master weight less the BF16 weight, on the bit patterns, int16",
         wanted=is_split,
         dtype=lambda param, options: torch.int16,
-        start=_zeros,
+        start=zeros_like_param,
     ),
     StateTensor(
         "cautious_scale",
@@ -194,8 +191,6 @@ def elementwise(state: ParamState) -> list[Tensor]:
 KEPT_SCALES = ("cautious_scale", "bound_scale")
 MOMENTS = (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP))
 """Keys of the moments, and the tops of their codes."""
-MASTER_FORMS = ("master_param", "master_remainder")
-STEP_LIMIT = 2**63
 
 
 def conform(
@@ -245,7 +240,7 @@ def reform_master(state: ParamState, param: Tensor, options: Options) -> None:
     split = is_split(param, options)
     if split and "master_param" in state and "master_remainder" not in state:
         master = state.pop("master_param")
-        state["master_remainder"] = remainder = _zeros(param, torch.int16)
+        state["master_remainder"] = remainder = zeros_like_param(param, torch.int16)
         weight = local(param.detach())
         wide = local(master).to(weight.device, torch.float32)
         apart = wide.view(torch.int32).to(torch.int64) - widened_bits(weight)
@@ -292,7 +287,7 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
 
 def joined(param: Tensor, remainder: Tensor) -> Tensor:
     """The FP32 master weight of a BF16 parameter and its remainder, placed and laid out like the parameter."""
-    master = _zeros(param.detach(), torch.float32)
+    master = zeros_like_param(param.detach(), torch.float32)
     weight = local(param.detach())
     local(master).copy_(join_master(weight, local(remainder).to(weight.device)))
     return master
@@ -377,173 +372,3 @@ def adopt_edits(param: Tensor, master: Tensor, written: Written | None) -> None:
     if written is not None and written.dtype != param.dtype:
         edited &= nearest(master, written.dtype).to(param.dtype) != weight  # converted by the model since
     master.copy_(torch.where(edited, weight, master))
-
-
-# ---- loading -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """A parameter's entry in a file on its way through ``Optimizer.load_state_dict``.
-
-    The base class casts every tensor it sees to the parameter's dtype, which would round FP32 state to BF16; it passes
-    on what is neither a tensor nor a container.
-    """
-
-    entry: Any
-
-
-def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
-    missing = [key for key in ("state", "param_groups") if key not in state_dict]
-    if missing:
-        raise ValueError(f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer.")
-    for number, group in enumerate(state_dict["param_groups"]):
-        if "tau" not in group:
-            raise ValueError(
-                f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
-                "moments mean something else, so start from fresh state instead."
-            )
-    sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
-    return {**state_dict, "state": sealed}
-
-
-def make_saveable(state_dict: dict[str, Any]) -> None:
-    """Make of a new state dict what can be saved: no process group, and no int16 DTensor, which cannot be gathered."""
-    for group in state_dict["param_groups"]:
-        group["process_group"] = None
-    for key, entry in state_dict["state"].items():
-        remainder = entry.get("master_remainder")
-        if is_dtensor(remainder):  # neither Gloo nor NCCL has 16-bit integers
-            state_dict["state"][key] = {**entry, "master_remainder": remainder.to(torch.int32)}
-
-
-def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A group from a file, with the options that belong to the running process left as they are.
-
-    Args:
-        saved: The group in the file. Not changed.
-        current: The optimizer's own group of that number.
-        number: For the log.
-
-    Returns:
-        The group to continue with. Differences in the rule's options are logged.
-    """
-    group = dict(saved)
-    for name, option in OPTIONS.items():
-        if option.process or name not in group:
-            group[name] = current.get(name, option.default)
-    if "block_variance" not in saved:
-        group["block_variance"] = False  # an older file
-    if group["buffer"] == 1 and group["fused_single_pass"] and not group["block_variance"]:
-        group["fused_single_pass"] = False
-        logger.warning(
-            "param_groups[%d]: buffer=1 has no one-pass mode; the loaded group continues in exact mode.", number
-        )
-    options = Options.from_group(group)  # refuses before anything has changed
-    group.update({name: getattr(options, name) for name in OPTIONS})
-    changed = [name for name in OPTIONS if name != "process_group" and _differ(group[name], current.get(name))]
-    for name in changed:
-        level = logging.INFO if name == "lr" else logging.WARNING  # a scheduler's lr differs in every resumed run
-        logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
-                   group[name], current.get(name))  # fmt: skip
-    return group
-
-
-def report_dropped(keys: list[Any]) -> None:
-    """Log entries of a file that belong to no parameter of its groups."""
-    if keys:
-        logger.warning(
-            "state[%r] in the loaded file (of %d such) belongs to no parameter: dropped.", keys[0], len(keys)
-        )
-
-
-def _differ(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return b is None or float(a) != float(b)
-    return bool(a != b)
-
-
-def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, step_on_device: bool) -> ParamState | None:
-    """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
-
-    Args:
-        entry: The entry, of this version or of the public 1.3.x package. Not changed, not aliased.
-        param: The parameter it belongs to.
-        options: The options of its group, after loading.
-        where: How messages name the entry.
-        step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
-
-    Returns:
-        The state, or None if the parameter had taken no step.
-
-    Raises:
-        ValueError: A tensor is missing or has another shape than the parameter, or the entry is something else.
-    """
-    if not isinstance(entry, Mapping):
-        raise ValueError(f"{where} must be a dict of tensors, got {type(entry).__name__}.")
-    entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
-    step = _step_count(entry.get("step"), where)
-    if step == 0:
-        return None
-    state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
-    for kind in STATE:
-        value = entry.get(kind.key)
-        other_form = kind.key in MASTER_FORMS and has_master(param, options) and value is not None
-        if kind.key == "step" or not (kind.wanted(param, options) or other_form):
-            continue
-        if value is None:
-            if kind.key in ("exp_avg", "exp_avg_sq"):
-                needs = f"buffer={options.buffer}" + (" with block_variance=True" if options.block_variance else "")
-                raise ValueError(f"{where} has no {kind.key!r}, which {needs} needs.")
-            continue  # conform() makes a missing master; a missing pair means an exact step
-        dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
-        if dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
-            # Written with other state_bits, which conform() sees to.
-            dtype, empty = moment_dtype(param, options), functools.partial(_zeros, param, moment_dtype(param, options))
-        elif dtype == torch.uint8 and kind.key in ("exp_avg", "exp_avg_sq") and f"{kind.key}_scale" not in entry:
-            raise ValueError(f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by.")
-        state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
-    return state
-
-
-def _private_copy(
-    value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str, empty: Callable[[], Tensor]
-) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_floating_point() != dtype.is_floating_point:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        wanted = "a floating-point" if dtype.is_floating_point else "an integer"
-        raise ValueError(f"{where}: {kind.key!r} must be {wanted} tensor, got {got}.")
-    target = None if kind.per_tensor else empty()
-    shape = torch.Size() if target is None else target.shape
-    if value.shape != shape and (target is not None or value.numel() != 1):
-        raise ValueError(
-            f"{where}: {kind.key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}. "
-            "Is the file from another model, or are the parameters in another order?"
-        )
-    value = saturated(value.detach(), dtype)
-    if not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
-        raise ValueError(f"{where}: {kind.key!r} must be within {dtype.itemsize * 8} bits. Is the file damaged?")
-    if target is None:
-        return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
-    return target.copy_(placed_like(value, target))
-
-
-def _step_count(step: Any, where: str) -> int:
-    """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
-    if step is None:
-        return 0
-    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
-    if not isinstance(number, (int, float)) or not 0 <= number < STEP_LIMIT or number != int(number):
-        raise ValueError(f"{where}: 'step' must be a whole number >= 0, got {step!r}.")
-    return int(number)
-
-
-def _migrate_1_3(entry: dict[str, Any], options: Options) -> dict[str, Any]:
-    """Read the layout of the public luminav 1.3.x: c and s are items 3 and 4 of a five-element ``scratch``."""
-    scratch = entry.pop("scratch", None)
-    entry.pop("buf_count", None)
-    if isinstance(scratch, Tensor) and scratch.numel() == 5 and options.fused_single_pass:
-        entry.setdefault("cautious_scale", scratch[3])
-        entry.setdefault("bound_scale", scratch[4])
-    return entry

@@ -1,0 +1,189 @@
+"""Checkpoints: state dicts made fit to be saved, and files read, those of the public luminav 1.3.x included."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from luminav.distributed import is_dtensor, placed_like
+from luminav.hyperparameters import OPTIONS, Options
+from luminav.state import STATE, ParamState, StateTensor, has_master, moment_dtype, saturated, zeros_like_param
+
+logger = logging.getLogger("luminav")
+
+MASTER_FORMS = ("master_param", "master_remainder")
+STEP_LIMIT = 2**63
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A parameter's entry in a file on its way through ``Optimizer.load_state_dict``.
+
+    The base class casts every tensor it sees to the parameter's dtype, which would round FP32 state to BF16; it passes
+    on what is neither a tensor nor a container.
+    """
+
+    entry: Any
+
+
+def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
+    missing = [key for key in ("state", "param_groups") if key not in state_dict]
+    if missing:
+        raise ValueError(f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer.")
+    for number, group in enumerate(state_dict["param_groups"]):
+        if "tau" not in group:
+            raise ValueError(
+                f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
+                "moments mean something else, so start from fresh state instead."
+            )
+    sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
+    return {**state_dict, "state": sealed}
+
+
+def make_saveable(state_dict: dict[str, Any]) -> None:
+    """Make of a new state dict what can be saved: no process group, and no int16 DTensor, which cannot be gathered."""
+    for group in state_dict["param_groups"]:
+        group["process_group"] = None
+    for key, entry in state_dict["state"].items():
+        remainder = entry.get("master_remainder")
+        if is_dtensor(remainder):  # neither Gloo nor NCCL has 16-bit integers
+            state_dict["state"][key] = {**entry, "master_remainder": remainder.to(torch.int32)}
+
+
+def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A group from a file, with the options that belong to the running process left as they are.
+
+    Args:
+        saved: The group in the file. Not changed.
+        current: The optimizer's own group of that number.
+        number: For the log.
+
+    Returns:
+        The group to continue with. Differences in the rule's options are logged.
+    """
+    group = dict(saved)
+    for name, option in OPTIONS.items():
+        if option.process or name not in group:
+            group[name] = current.get(name, option.default)
+    if "block_variance" not in saved:
+        group["block_variance"] = False  # an older file
+    if group["buffer"] == 1 and group["fused_single_pass"] and not group["block_variance"]:
+        group["fused_single_pass"] = False
+        logger.warning(
+            "param_groups[%d]: buffer=1 has no one-pass mode; the loaded group continues in exact mode.", number
+        )
+    options = Options.from_group(group)  # refuses before anything has changed
+    group.update({name: getattr(options, name) for name in OPTIONS})
+    changed = [name for name in OPTIONS if name != "process_group" and _differ(group[name], current.get(name))]
+    for name in changed:
+        level = logging.INFO if name == "lr" else logging.WARNING  # a scheduler's lr differs in every resumed run
+        logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
+                   group[name], current.get(name))  # fmt: skip
+    return group
+
+
+def report_dropped(keys: list[Any]) -> None:
+    """Log entries of a file that belong to no parameter of its groups."""
+    if keys:
+        logger.warning(
+            "state[%r] in the loaded file (of %d such) belongs to no parameter: dropped.", keys[0], len(keys)
+        )
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return b is None or float(a) != float(b)
+    return bool(a != b)
+
+
+def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, step_on_device: bool) -> ParamState | None:
+    """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
+
+    Args:
+        entry: The entry, of this version or of the public 1.3.x package. Not changed, not aliased.
+        param: The parameter it belongs to.
+        options: The options of its group, after loading.
+        where: How messages name the entry.
+        step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
+
+    Returns:
+        The state, or None if the parameter had taken no step.
+
+    Raises:
+        ValueError: A tensor is missing or has another shape than the parameter, or the entry is something else.
+    """
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"{where} must be a dict of tensors, got {type(entry).__name__}.")
+    entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
+    step = _step_count(entry.get("step"), where)
+    if step == 0:
+        return None
+    state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
+    for kind in STATE:
+        value = entry.get(kind.key)
+        other_form = kind.key in MASTER_FORMS and has_master(param, options) and value is not None
+        if kind.key == "step" or not (kind.wanted(param, options) or other_form):
+            continue
+        if value is None:
+            if kind.key in ("exp_avg", "exp_avg_sq"):
+                needs = f"buffer={options.buffer}" + (" with block_variance=True" if options.block_variance else "")
+                raise ValueError(f"{where} has no {kind.key!r}, which {needs} needs.")
+            continue  # conform() makes a missing master; a missing pair means an exact step
+        dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
+        if dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
+            # Written with other state_bits, which conform() sees to.
+            dtype = moment_dtype(param, options)
+            empty = functools.partial(zeros_like_param, param, dtype)
+        elif dtype == torch.uint8 and kind.key in ("exp_avg", "exp_avg_sq") and f"{kind.key}_scale" not in entry:
+            raise ValueError(f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by.")
+        state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
+    return state
+
+
+def _private_copy(
+    value: Any, param: Tensor, kind: StateTensor, dtype: torch.dtype, where: str, empty: Callable[[], Tensor]
+) -> Tensor:
+    if not isinstance(value, Tensor) or value.is_floating_point() != dtype.is_floating_point:
+        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        wanted = "a floating-point" if dtype.is_floating_point else "an integer"
+        raise ValueError(f"{where}: {kind.key!r} must be {wanted} tensor, got {got}.")
+    target = None if kind.per_tensor else empty()
+    shape = torch.Size() if target is None else target.shape
+    if value.shape != shape and (target is not None or value.numel() != 1):
+        raise ValueError(
+            f"{where}: {kind.key!r} has shape {tuple(value.shape)}, expected {tuple(shape)}. "
+            "Is the file from another model, or are the parameters in another order?"
+        )
+    value = saturated(value.detach(), dtype)
+    if not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
+        raise ValueError(f"{where}: {kind.key!r} must be within {dtype.itemsize * 8} bits. Is the file damaged?")
+    if target is None:
+        return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
+    return target.copy_(placed_like(value, target))
+
+
+def _step_count(step: Any, where: str) -> int:
+    """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
+    if step is None:
+        return 0
+    number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    if not isinstance(number, (int, float)) or not 0 <= number < STEP_LIMIT or number != int(number):
+        raise ValueError(f"{where}: 'step' must be a whole number >= 0, got {step!r}.")
+    return int(number)
+
+
+def _migrate_1_3(entry: dict[str, Any], options: Options) -> dict[str, Any]:
+    """Read the layout of the public luminav 1.3.x: c and s are items 3 and 4 of a five-element ``scratch``."""
+    scratch = entry.pop("scratch", None)
+    entry.pop("buf_count", None)
+    if isinstance(scratch, Tensor) and scratch.numel() == 5 and options.fused_single_pass:
+        entry.setdefault("cautious_scale", scratch[3])
+        entry.setdefault("bound_scale", scratch[4])
+    return entry

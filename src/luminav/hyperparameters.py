@@ -316,7 +316,8 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             MappingProxyType({"lr": 1e-5}),
         ),
         "smallest": Preset(
-            'The least memory between steps; goes with the others, preset("pretrain") | preset("smallest").',
+            "The least memory between steps that has a variance; goes with the others, "
+            'preset("pretrain") | preset("smallest").',
             MappingProxyType({"buffer": 1, "block_variance": True, "state_bits": 8}),
         ),
     }
@@ -329,7 +330,7 @@ def preset(name: str) -> dict[str, Any]:
 
     Args:
         name: "pretrain" (a decoder from random weights), "finetune" (going on from trained weights) or "smallest" (the
-            least memory).
+            least memory that has a variance).
 
     Returns:
         Option name to value, a new dict: ``preset("pretrain") | {"lr": 1e-3}`` has another rate.

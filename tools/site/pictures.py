@@ -152,22 +152,25 @@ def memory() -> Picture:
     with torch.device("meta"):
         model = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
     plan = luminav.plan(model, device="meta")
-    names = ("none, buffer=1", "none", "semi", "full", "torch AdamW, FP32")
+    modes = {
+        "none, block variance, 8-bit": "smallest", "none, buffer=1": "buffer=1", "none, 8-bit": "8-bit",
+        "none": "none", "semi": "semi", "full": "full", "torch AdamW, FP32": "AdamW, FP32",
+    }  # fmt: skip
     rows = {row.mode: row for row in plan.rows}
-    picture = Picture("Bytes per parameter of weights, gradient and state", 32 + 38 * len(names) + 26)
+    picture = Picture("Bytes per parameter of weights, gradient and state", 32 + 38 * len(modes) + 26)
     colors = {"weights": BLUE, "gradient": "#8b949e", "state": ORANGE}
-    left, scale = 128, (WIDTH - 128 - 30) / 16
-    for number, name in enumerate(names):
-        row, y, x = rows[name], 12 + 38 * number, float(left)
-        picture.text(left - 8, y + 18, name.removeprefix("torch "), anchor="end")
+    left, scale = 104, (WIDTH - 104 - 36) / 16
+    for number, (mode, name) in enumerate(modes.items()):
+        row, y, x = rows[mode], 12 + 38 * number, float(left)
+        picture.text(left - 8, y + 18, name, anchor="end")
         for part, size in zip(colors, (row.weights, row.gradients, row.state)):
             each = size / plan.num_params
             width = each * scale
             picture.rect(x, y, width - 1, 26, colors[part], opacity=0.85)
-            picture.text(x + width / 2, y + 18, f"{each:.0f}", anchor="middle", color="#fff", bold=True)
+            picture.text(x + width / 2, y + 18, f"{each:.2g}", anchor="middle", color="#fff", bold=True)
             x += width
         total = (row.weights + row.gradients + row.state) / plan.num_params
-        picture.text(x + 5, y + 18, f"{total:.0f}", bold=True)
+        picture.text(x + 5, y + 18, f"{total:.3g}", bold=True)
     x = float(left)
     for part, color in colors.items():
         picture.rect(x, picture.height - 24, 12, 12, color, opacity=0.85)

@@ -183,8 +183,8 @@ STATE: tuple[StateTensor, ...] = (
 )  # fmt: skip
 
 
-def elementwise(state: ParamState) -> list[Tensor]:
-    """What there is of a parameter's state but single numbers, local tensors."""
+def kept_tensors(state: ParamState) -> list[Tensor]:
+    """A parameter's state but its single numbers: local tensors, per element or per block."""
     return [local(state[kind.key]) for kind in STATE if not kind.per_tensor and state.get(kind.key) is not None]
 
 

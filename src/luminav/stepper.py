@@ -34,7 +34,7 @@ from luminav.assembly import (
     update,
 )
 from luminav.distributed import Sharding, local
-from luminav.engines import able_engine, choose_engine, compile_errors
+from luminav.engines import able_engine, choose_engine, triton_errors
 from luminav.hyperparameters import Options
 from luminav.replay import Replay, TritonFailed
 from luminav.state import (
@@ -43,9 +43,9 @@ from luminav.state import (
     adopt_edits,
     conform,
     drop_template,
-    elementwise,
     former_weight,
     keeps_blocks,
+    kept_tensors,
 )
 
 
@@ -151,7 +151,7 @@ class Stepper:
                     check_state(param, state, options)
                     engine = able_engine(
                         choose_engine(options.execution, param.device),
-                        [local(param), grad, *elementwise(state)],
+                        [local(param), grad, *kept_tensors(state)],
                         part.layout.first_index,
                         not part.layout.jumps,
                         keeps_blocks(param, options),
@@ -272,7 +272,7 @@ class Stepper:
         replay = Replay(works)
         try:
             replay.compile(scaling)
-        except compile_errors() as error:
+        except triton_errors() as error:
             reason = f"its kernels did not compile ({type(error).__name__}: {error})"
             raise TritonFailed(works, reason) from error
         return replay

@@ -24,9 +24,9 @@ __all__ = [
     "TensorStep",
     "able_engine",
     "choose_engine",
-    "compile_errors",
     "counts_on_device",
     "give_up_triton",
+    "triton_errors",
     "why_not_triton",
 ]
 
@@ -83,7 +83,7 @@ def able_engine(
 
     Args:
         engine: The engine chosen for the device.
-        tensors: The local parameter, its gradient, and what there is of its state that is shaped like it.
+        tensors: The local parameter, its gradient, and its state but single numbers.
         first_index: Row-major index of its first element in the unsharded parameter.
         consecutive: Whether its elements are consecutive there.
         in_blocks: Whether state is kept in blocks, for which the compiled engine has no graphs.
@@ -120,7 +120,7 @@ def give_up_triton(device: torch.device, reason: str) -> None:
     _given_up[device.type] = reason
 
 
-def compile_errors() -> tuple[type[Exception], ...]:
+def triton_errors() -> tuple[type[Exception], ...]:
     """What Triton raises when it cannot compile: its own errors, and those of the compilers that it starts."""
     from triton import TritonError
 

@@ -33,7 +33,7 @@ def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) 
     """Whether the kernels can take a tensor as it lies; if not, the foreach engine steps it, to the same result.
 
     Args:
-        tensors: The local parameter, its gradient, and what there is of its state that is shaped like it.
+        tensors: The local parameter, its gradient, and its state but single numbers.
         first_index: Row-major index of its first element in the unsharded parameter.
         consecutive: Whether its elements are consecutive there.
     """

@@ -16,6 +16,7 @@ from luminav.engines.triton.memory import (
     largest,
     load_float,
     load_moment,
+    load_moments,
     load_weight,
     master_pointer,
     noise_words,
@@ -159,23 +160,10 @@ def measure_kernel(
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
         raw = load_float(grad, offsets, mask, GRAD)
-        m = load_moment(
-            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
-        )
-        v = m
-        if DUAL:
-            v = load_moment(
-                exp_avg_sq,
-                exp_avg_sq_scale,
-                start_of_tile,
-                left,
-                offsets,
-                mask,
-                MOMENT,
-                rounding.EXP_AVG_SQ_TOP,
-                SHARED,
-                BLOCK,
-            )
+        m, v = load_moments(
+            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, offsets, mask,
+            MOMENT, DUAL, SHARED, BLOCK,
+        )  # fmt: skip
         p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
@@ -245,23 +233,10 @@ def update_kernel(
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
         raw = load_float(grad, offsets, mask, GRAD)
-        m = load_moment(
-            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
-        )
-        v = m
-        if DUAL:
-            v = load_moment(
-                exp_avg_sq,
-                exp_avg_sq_scale,
-                start_of_tile,
-                left,
-                offsets,
-                mask,
-                MOMENT,
-                rounding.EXP_AVG_SQ_TOP,
-                SHARED,
-                BLOCK,
-            )
+        m, v = load_moments(
+            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, offsets, mask,
+            MOMENT, DUAL, SHARED, BLOCK,
+        )  # fmt: skip
         before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(

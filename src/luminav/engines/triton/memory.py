@@ -126,6 +126,21 @@ def load_moment(
 
 
 @triton.jit
+def load_moments(
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left, offsets, mask,
+    MOMENT: tl.constexpr, DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """exp_avg and exp_avg_sq; with one buffer the first in place of the second."""
+    m = load_moment(exp_avg, exp_avg_scale, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK)
+    v = m
+    if DUAL:
+        v = load_moment(
+            exp_avg_sq, exp_avg_sq_scale, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_SQ_TOP, SHARED, BLOCK
+        )
+    return m, v
+
+
+@triton.jit
 def store_moment(
     pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, TOP: tl.constexpr,
     SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,

@@ -285,29 +285,44 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         unless = lr == 0 if unless is None else unless | (lr == 0)
     elif lr == 0:
         return  # bit-equal, −0 included
-    if not batch.steps[0].has_master:
-        limit = largest_finite(batch.param_dtype)
-        rounded = round_finite_(
-            weight.clamp_(-limit, limit), batch.param_dtype, None if noise is None else noise.weight
-        )
-        if nonfinite is not None:
-            rounded = torch.where(nonfinite, bundle.load(param_of, batch.param_dtype), rounded.to(batch.param_dtype))
-        bundle.store(param_of, rounded, unless)
+    if batch.steps[0].has_master:
+        store_master(batch, bundle, weight, nonfinite, unless)
     else:
-        limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
-        master = weight.clamp_(-limit, limit)
-        whole = batch.steps[0].master_remainder is None
+        store_weight(batch, bundle, weight, nonfinite, unless, None if noise is None else noise.weight)
+
+
+def store_weight(
+    batch: Batch,
+    bundle: Bundle,
+    weight: Tensor,
+    nonfinite: Tensor | None,
+    unless: Tensor | None,
+    noise: Tensor | None,
+) -> None:
+    """Write weights without a master; non-finite ones stay as they were."""
+    limit = largest_finite(batch.param_dtype)
+    rounded = round_finite_(weight.clamp_(-limit, limit), batch.param_dtype, noise)
+    if nonfinite is not None:
+        rounded = torch.where(nonfinite, bundle.load(param_of, batch.param_dtype), rounded.to(batch.param_dtype))
+    bundle.store(param_of, rounded, unless)
+
+
+def store_master(batch: Batch, bundle: Bundle, weight: Tensor, nonfinite: Tensor | None, unless: Tensor | None) -> None:
+    """Write FP32 master weights, whole or as remainders, and the 16-bit weights that are nearest to them."""
+    limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
+    master = weight.clamp_(-limit, limit)
+    whole = batch.steps[0].master_remainder is None
+    if nonfinite is not None:
+        master = torch.where(nonfinite, bundle.load(master_param_of if whole else param_of, master.dtype), master)
+    param = nearest(master, batch.param_dtype, finite=nonfinite is None)
+    if whole:
+        bundle.store(master_param_of, master, unless)
+    else:
+        remainder = remainder_of(master, param)
         if nonfinite is not None:
-            master = torch.where(nonfinite, bundle.load(master_param_of if whole else param_of, master.dtype), master)
-        param = nearest(master, batch.param_dtype, finite=nonfinite is None)
-        if whole:
-            bundle.store(master_param_of, master, unless)
-        else:
-            remainder = remainder_of(master, param)
-            if nonfinite is not None:
-                remainder.masked_fill_(nonfinite, 0)
-            bundle.store(master_remainder_of, remainder, unless)
-        bundle.store(param_of, param, unless)
+            remainder.masked_fill_(nonfinite, 0)
+        bundle.store(master_remainder_of, remainder, unless)
+    bundle.store(param_of, param, unless)
 
 
 def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, noise: Tensor | None) -> None:

@@ -270,7 +270,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "float remainder": (spoilt_entry("master_remainder", torch.zeros(5)), "'master_remainder' must be an integer tens"),
     "list of remainders": (spoilt_entry("master_remainder", [0] * 5), "'master_remainder' must be .* got list"),
     "no exp_avg": (without("state", 1, "exp_avg"), r"state\[1\] has no 'exp_avg'"),
-    "no exp_avg_sq": (without("state", 1, "exp_avg_sq"), "no 'exp_avg_sq', which buffer=2 needs"),
+    "no exp_avg_sq": (without("state", 1, "exp_avg_sq"), "no 'exp_avg_sq', which buffer=2 of its group needs"),
     "negative step": (spoilt_entry("step", -1), "'step' must be a whole number >= 0, got -1"),
     "half a step": (spoilt_entry("step", 2.5), "'step' must be a whole number"),
     "nan step": (spoilt_entry("step", float("nan")), "'step' must be a whole number"),

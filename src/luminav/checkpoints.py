@@ -13,11 +13,12 @@ from torch import Tensor
 
 from luminav.distributed import is_dtensor, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.state import STATE, ParamState, StateTensor, has_master, moment_dtype, saturated, zeros_like_param
+from luminav.state import MOMENTS, STATE, ParamState, StateTensor, has_master, moment_dtype, saturated, zeros_like_param
 
 logger = logging.getLogger("luminav")
 
 MASTER_FORMS = ("master_param", "master_remainder")
+MOMENT_KEYS = tuple(key for key, _ in MOMENTS)
 STEP_LIMIT = 2**63
 
 
@@ -36,7 +37,10 @@ def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
-        raise ValueError(f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer.")
+        raise ValueError(
+            f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer. Pass the part of the "
+            "checkpoint that optimizer.state_dict() gave."
+        )
     for number, group in enumerate(state_dict["param_groups"]):
         if "tau" not in group:
             raise ValueError(
@@ -132,17 +136,23 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
         if kind.key == "step" or not (kind.wanted(param, options) or other_form):
             continue
         if value is None:
-            if kind.key in ("exp_avg", "exp_avg_sq"):
+            if kind.key in MOMENT_KEYS:
                 needs = f"buffer={options.buffer}" + (" with block_variance=True" if options.block_variance else "")
-                raise ValueError(f"{where} has no {kind.key!r}, which {needs} needs.")
+                raise ValueError(
+                    f"{where} has no {kind.key!r}, which {needs} of its group needs. Is the file damaged, or was "
+                    "the group edited?"
+                )
             continue  # conform() makes a missing master; a missing pair means an exact step
         dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
         if dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
             # Written with other state_bits, which conform() sees to.
             dtype = moment_dtype(param, options)
             empty = functools.partial(zeros_like_param, param, dtype)
-        elif dtype == torch.uint8 and kind.key in ("exp_avg", "exp_avg_sq") and f"{kind.key}_scale" not in entry:
-            raise ValueError(f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by.")
+        elif dtype == torch.uint8 and kind.key in MOMENT_KEYS and f"{kind.key}_scale" not in entry:
+            raise ValueError(
+                f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by. Is the file "
+                "damaged?"
+            )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
     return state
 

@@ -199,9 +199,11 @@ def print_table(lines: Sequence[Line], bar: str) -> None:
 def run_rows(ledger: Ledger, size: str, recipe: str) -> list[tuple[str, float | str, str]]:
     """Every run's validation loss as a row of results.csv."""
     return [
-        (f"converge/{size}/{recipe}/{row.contender}/lr={row.lr:g}/seed={row.seed}", row.val_loss, "nats")
-        if math.isfinite(row.val_loss)
-        else (f"converge/{size}/{recipe}/{row.contender}/lr={row.lr:g}/seed={row.seed}", row.status, "nats")
+        (
+            f"converge/{size}/{recipe}/{row.contender}/lr={row.lr:g}/seed={row.seed}",
+            row.val_loss if math.isfinite(row.val_loss) else row.status,
+            "nats",
+        )
         for row in ledger.of(size, recipe)
     ]
 

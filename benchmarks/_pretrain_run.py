@@ -51,6 +51,8 @@ class Contender:
     release: bool = False
     twin: str | None = None
     """The exact mode that this one-pass mode is compared with."""
+    by_name_only: bool = False
+    """Whether it runs only where it is asked for by name."""
 
     def make(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer at the benchmark's learning rate."""
@@ -82,13 +84,15 @@ CONTENDERS: dict[str, Contender] = {
     "buffer1": Contender(options={"buffer": 1}),
     "buffer1-block": Contender(options={"buffer": 1, "block_variance": True}),
     "8bit": Contender(options={"state_bits": 8}),
-    "8bit-onepass": Contender(options={"state_bits": 8, "fused_single_pass": True}),
+    "8bit-onepass": Contender(options={"state_bits": 8, "fused_single_pass": True}, by_name_only=True),
     "smallest": Contender(options={"buffer": 1, "block_variance": True, "state_bits": 8}),
     "M1-release": Contender(release=True),
-    "M3-release": Contender(options={"master_weights": "semi"}, release=True),
-    "buffer1-release": Contender(options={"buffer": 1}, release=True),
-    "8bit-release": Contender(options={"state_bits": 8}, release=True),
-    "smallest-release": Contender(options={"buffer": 1, "block_variance": True, "state_bits": 8}, release=True),
+    "M3-release": Contender(options={"master_weights": "semi"}, release=True, by_name_only=True),
+    "buffer1-release": Contender(options={"buffer": 1}, release=True, by_name_only=True),
+    "8bit-release": Contender(options={"state_bits": 8}, release=True, by_name_only=True),
+    "smallest-release": Contender(
+        options={"buffer": 1, "block_variance": True, "state_bits": 8}, release=True, by_name_only=True
+    ),
     "adamw-fused": Contender("torch"),
     "adamw-fused-fp32": Contender("torch", dtype="fp32"),
     "flashadamw": Contender("flashoptim"),

@@ -184,11 +184,10 @@ def arrange(names: list[str], arguments: argparse.Namespace) -> deque[list[str]]
 
 
 def default_contenders(arguments: argparse.Namespace) -> list[str]:
-    """Those whose package is here; a few more when asked for by name."""
+    """Those whose package is here, but for those that run by name only."""
     here = {"luminav": True, "torch": True, "public": arguments.public_luminav is not None}
     here["flashoptim"] = find_spec("flashoptim") is not None
-    extra = ("8bit-onepass", "M3-release", "buffer1-release", "8bit-release", "smallest-release")
-    return [name for name, contender in CONTENDERS.items() if here[contender.package] and name not in extra]
+    return [name for name, c in CONTENDERS.items() if here[c.package] and not c.by_name_only]
 
 
 def main() -> None:

@@ -63,3 +63,9 @@ def test_the_current_folder_may_be_the_checkout(checkout: Path, monkeypatch: pyt
 
 def test_every_name_has_its_script() -> None:
     assert {name: (BENCHMARKS / script).exists() for name, script in SCRIPTS.items()} == dict.fromkeys(SCRIPTS, True)
+
+
+def test_every_benchmark_has_its_name() -> None:
+    """But the one that torchrun starts, on every rank."""
+    scripts = {path.name for path in BENCHMARKS.glob("bench_*.py")}
+    assert scripts - set(SCRIPTS.values()) == {"bench_fsdp2.py"}

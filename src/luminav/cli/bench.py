@@ -17,6 +17,7 @@ SCRIPTS = {
     "pretrain": "bench_pretrain.py",
     "converge": "bench_converge.py",
     "distributed": "bench_distributed.py",
+    "import": "bench_import.py",
     "report": "report.py",
 }
 """Name on the command line to file under benchmarks/."""

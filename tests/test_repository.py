@@ -95,6 +95,26 @@ def test_table_of_presets_is_the_declaration() -> None:
     assert stated == {name: dict(preset.options) for name, preset in PRESETS.items()}
 
 
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """Under "An option is refused". An ellipsis stands for whatever a message fills in."""
+    section = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## An option is refused")[2]
+    quoted = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
+    texts = [text for path in modules() for text in string_literals(path)]
+    assert quoted
+    for message in quoted:
+        pattern = re.compile(".+".join(map(re.escape, message.split("…"))))
+        assert any(map(pattern.search, texts)), message
+
+
+def string_literals(path: Path) -> Iterator[str]:
+    """The strings of a module, with an ellipsis for each field of a formatted one."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
 def test_both_dois_are_named() -> None:
     for name in ("README.md", "CITATION.cff"):
         text = (ROOT / name).read_text(encoding="utf-8")

@@ -695,6 +695,19 @@ def test_an_edit_after_the_conversion_is_seen(split: bool) -> None:
     assert_same_bits(master[1:], old[1:])
 
 
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=dtype_name)
+@pytest.mark.parametrize("mode", ["semi", "full"])
+@by_form
+def test_an_fp64_model_may_become_16_bit(mode: str, dtype: torch.dtype, split: bool) -> None:
+    """The master is the FP64 weight in FP32."""
+    net, optimizer = trained_linear(mode, torch.float64, split=split)
+    old = net.weight.detach().float()
+    net.to(dtype)
+    optimizer.param_groups[0]["lr"] = 0.0
+    take_steps(optimizer, list(net.parameters()), range(3, 4))
+    assert_same_bits(master_of(net.weight, optimizer.state[net.weight]), old)
+
+
 @pytest.mark.parametrize("master", MASTER_MODES)
 def test_a_16_bit_model_may_become_fp32(master: str) -> None:
     """The weight is then its own master; moments widen exactly, and the step is the closed form's."""

@@ -332,6 +332,6 @@ def nearest(master: Tensor, dtype: torch.dtype, *, finite: bool = False) -> Tens
             )
             upper.masked_fill_(torch.isnan(master), 0x7FC0)
         return upper.view(torch.bfloat16)
-    limit = largest_finite(dtype)
+    limit = min(largest_finite(dtype), largest_finite(master.dtype))  # FP64 weights of a model that is converted now
     rounded = master.clamp(-limit, limit).to(dtype)
     return rounded if finite else torch.where(torch.isinf(master), master.to(dtype), rounded)

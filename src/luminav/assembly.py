@@ -16,7 +16,7 @@ from luminav.distributed import Domain, Part, check_blocks, check_placements, lo
 from luminav.engines import Batch, Engine, Scales, TensorStep, choose_engine
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.rounding import noise_key
-from luminav.state import KEPT_SCALES, STATE, ParamState, has_block_variance, is_coded, keeps_blocks
+from luminav.state import KEPT_SCALES, SCALES, STATE, ParamState, has_block_variance, is_coded, keeps_blocks
 
 
 @dataclass
@@ -116,10 +116,11 @@ def missing_grad(param: Tensor) -> Tensor:
 
 def check_state(param: Tensor, state: ParamState, options: Options) -> None:
     """Refuse a running parameter without a variance (its group went from buffer=1 to 2), or that changed its shape."""
-    shapes = (param.shape, block_shape(param)) if in_blocks(param) else (param.shape,)
+    per_block = block_shape(param) if in_blocks(param) else param.shape
+    shapes = {"exp_avg_sq": (param.shape, per_block), **dict.fromkeys(SCALES, (per_block,))}
     for kind in STATE:
         value = state.get(kind.key)
-        if not kind.per_tensor and value is not None and value.shape not in shapes:
+        if not kind.per_tensor and value is not None and value.shape not in shapes.get(kind.key, (param.shape,)):
             raise ValueError(
                 f"the parameter has shape {tuple(param.shape)}, its state {tuple(value.shape)}. After replacing "
                 "param.data, start its state anew with optimizer.state[param].clear()."

@@ -336,6 +336,98 @@ def test_a_shared_variance_is_the_mean_and_spreads_again() -> None:
     assert torch.equal(after["exp_avg_sq"].double(), moments(param, before)[1])
 
 
+SWITCHES = [
+    (CODED, {}), ({}, CODED), ({}, SHARED), (SHARED, {}), (CODED, SHARED), (SHARED, CODED), (CODED, CODED | SHARED),
+    (CODED | SHARED, CODED), (CODED | SHARED, {}), ({}, CODED | SHARED), (SHARED, CODED | SHARED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_name)
+@pytest.mark.parametrize(("start", "then"), SWITCHES, ids=str)
+def test_a_switched_group_is_saved_in_the_form_that_it_says(
+    start: dict[str, Any], then: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """A parameter without a gradient since the switch still has the old form; the live state stays as it is."""
+    params = new_params(dtype)
+    optimizer = LuminaV(params, lr=1e-2, **start)
+    take_steps(optimizer, params, range(3))
+    plain = {"state_bits": 16, "buffer": 2, "block_variance": False}
+    optimizer.param_groups[0].update(plain | then)
+    before = state_of(optimizer, params)
+    file = through_a_file(optimizer.state_dict())
+    assert_same_state(state_of(optimizer, params), before)
+    copies = [nn.Parameter(param.detach().clone()) for param in params]
+    reader = LuminaV(copies)
+    reader.load_state_dict(file)
+    for one, its in ((optimizer, params), (reader, copies)):
+        take_steps(one, its, range(3, 5))
+    assert_same_state(state_of(reader, copies), state_of(optimizer, params))
+
+
+@pytest.mark.parametrize(("start", "then"), [({}, SHARED), (SHARED, {})], ids=str)
+def test_fp64_moments_keep_their_digits_and_range(start: dict[str, Any], then: dict[str, Any]) -> None:
+    """A variance beyond FP32 is neither infinite nor rounded to FP32 on its way."""
+    param = parameter(normal((64, 64), 0), torch.float64)
+    optimizer = LuminaV([param], **start)
+    param.grad = normal((64, 64), 1).double() * 1e30
+    optimizer.step()
+    after = dict(optimizer.state[param])
+    conform(after, param, Options.from_group(then), step_on_device=False)
+    means = optimizer.state[param]["exp_avg_sq"].reshape(64, -1).mean(1)
+    torch.testing.assert_close(after["exp_avg_sq"].reshape(64, -1).mean(1), means, rtol=1e-14, atol=0.0)
+    assert means.max() > torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("mode", ["codes", "both", "codes-one_pass"])
+def test_codes_cross_to_an_fp64_model_and_back(mode: str) -> None:
+    """FP64 parameters keep no codes; a BF16 model's file goes into one all the same, its values unchanged."""
+    params = new_params(torch.bfloat16)
+    optimizer = LuminaV(params, **MODES[mode])
+    take_steps(optimizer, params, range(3))
+    wide = [nn.Parameter(param.detach().double()) for param in params]
+    reader = LuminaV(wide)
+    reader.load_state_dict(through_a_file(optimizer.state_dict()))
+    file = through_a_file(reader.state_dict())
+    for number, (param, copy_) in enumerate(zip(params, wide, strict=True)):
+        assert "exp_avg_scale" not in file["state"][number] and file["state"][number]["exp_avg"].dtype == torch.float64
+        for old, new in zip(moments(param, optimizer.state[param]), moments(copy_, file["state"][number]), strict=True):
+            assert old is None or (new is not None and torch.equal(old, new))
+    narrow = LuminaV(params)
+    narrow.load_state_dict(file)
+    take_steps(narrow, params, range(3, 4))
+    assert narrow.state[params[0]]["exp_avg"].dtype == torch.uint8
+
+
+def test_codes_that_were_made_floating_point_are_refused(tmp_path: Any) -> None:
+    """``torch.distributed.checkpoint`` reads codes into 16-bit state as the numbers 0 to 255."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    params = new_params(torch.bfloat16)
+    optimizer = LuminaV(params, **CODED)
+    take_steps(optimizer, params, range(2))
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    reader = LuminaV(params)
+    take_steps(reader, params, range(2))
+    template = {"optimizer": reader.state_dict()}
+    dcp.load(template, checkpoint_id=tmp_path, no_dist=True)
+    before = state_of(reader, params)
+    with pytest.raises(ValueError, match=r"state\[0\]: 'exp_avg' must be 8-bit codes.* construct it with state_bits=8"):
+        reader.load_state_dict(template["optimizer"])
+    assert_same_state(state_of(reader, params), before)
+
+
+@pytest.mark.parametrize("mode", ["codes", "shared", "both", "codes-semi"])
+def test_state_of_another_shape_is_refused(mode: str) -> None:
+    """Even where the old shape is that of one element for each block of the new one."""
+    param = parameter(normal((64, 64), 0), torch.bfloat16)
+    optimizer = LuminaV([param], **MODES[mode])
+    take_steps(optimizer, [param], range(1))
+    param.data = torch.ones(64, 4096, dtype=torch.bfloat16)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"has shape \(64, 4096\), its state \(64, (64|1)\)"):
+        optimizer.step()
+    assert (param == 1).all()
+
+
 def test_an_older_file_is_coded_when_it_is_loaded() -> None:
     """A file from before there was `state_bits` says nothing of it: the optimizer's own setting holds."""
     params = new_params(torch.bfloat16)

@@ -11,9 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luminav.blocks import in_blocks
 from luminav.distributed import is_dtensor, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.state import MOMENTS, STATE, ParamState, StateTensor, has_master, moment_dtype, saturated, zeros_like_param
+from luminav.state import (
+    MOMENTS,
+    SCALES,
+    STATE,
+    ParamState,
+    StateTensor,
+    has_master,
+    moment_dtype,
+    reform_moments,
+    saturated,
+    zeros_like_param,
+    zeros_per_block,
+)
 
 logger = logging.getLogger("luminav")
 
@@ -51,14 +64,31 @@ def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": sealed}
 
 
-def make_saveable(state_dict: dict[str, Any]) -> None:
-    """Make of a new state dict what can be saved: no process group, and no int16 DTensor, which cannot be gathered."""
+@torch.no_grad()
+def make_saveable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Make of a new state dict what can be saved.
+
+    No process group, and no int16 DTensor, which cannot be gathered. Moments in the form that the group's options say:
+    after a switch each parameter keeps the old one until it takes a step, and no file may hold one thing and say
+    another.
+
+    Args:
+        state_dict: Changed, but for the optimizer's own tensors and dicts of state.
+        groups: The optimizer's groups, which `state_dict` describes.
+    """
     for group in state_dict["param_groups"]:
         group["process_group"] = None
-    for key, entry in state_dict["state"].items():
+    state = state_dict["state"]
+    for saved, group in zip(state_dict["param_groups"], groups, strict=True):
+        options = Options.from_group(group)
+        for key, param in zip(saved["params"], group["params"], strict=True):
+            if key in state and in_blocks(param):
+                state[key] = dict(state[key])
+                reform_moments(state[key], param, options)
+    for key, entry in state.items():
         remainder = entry.get("master_remainder")
         if is_dtensor(remainder):  # neither Gloo nor NCCL has 16-bit integers
-            state_dict["state"][key] = {**entry, "master_remainder": remainder.to(torch.int32)}
+            state[key] = {**entry, "master_remainder": remainder.to(torch.int32)}
 
 
 def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -107,7 +137,9 @@ def _differ(a: Any, b: Any) -> bool:
     return bool(a != b)
 
 
-def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, step_on_device: bool) -> ParamState | None:
+def loaded_state(
+    entry: Any, param: Tensor, options: Options, where: str, *, step_on_device: bool, says_bits: bool
+) -> ParamState | None:
     """A parameter's state from its entry in a file, in private tensors of the mode's dtypes.
 
     Args:
@@ -116,6 +148,7 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
         options: The options of its group, after loading.
         where: How messages name the entry.
         step_on_device: Whether the step count lives beside the parameter instead of on the CPU.
+        says_bits: Whether the file says with which ``state_bits`` it was written; older ones do not.
 
     Returns:
         The state, or None if the parameter had taken no step.
@@ -133,7 +166,8 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
     for kind in STATE:
         value = entry.get(kind.key)
         other_form = kind.key in MASTER_FORMS and has_master(param, options) and value is not None
-        if kind.key == "step" or not (kind.wanted(param, options) or other_form):
+        of_codes = kind.key in SCALES and _holds_codes(entry.get(SCALES[kind.key]), param, options)
+        if kind.key == "step" or not (kind.wanted(param, options) or other_form or of_codes):
             continue
         if value is None:
             if kind.key in MOMENT_KEYS:
@@ -144,17 +178,41 @@ def loaded_state(entry: Any, param: Tensor, options: Options, where: str, *, ste
                 )
             continue  # conform() makes a missing master; a missing pair means an exact step
         dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
-        if dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
-            # Written with other state_bits, which conform() sees to.
-            dtype = moment_dtype(param, options)
-            empty = functools.partial(zeros_like_param, param, dtype)
-        elif dtype == torch.uint8 and kind.key in MOMENT_KEYS and f"{kind.key}_scale" not in entry:
-            raise ValueError(
-                f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by. Is the file "
-                "damaged?"
-            )
+        if kind.key in MOMENT_KEYS:
+            if _holds_codes(value, param, options):
+                dtype, empty = torch.uint8, functools.partial(zeros_like_param, param, torch.uint8)
+            elif dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
+                _check_no_codes_lost(value, kind.key, where, says_bits)
+                dtype = moment_dtype(param, options)
+                empty = functools.partial(zeros_like_param, param, dtype)
+            if dtype == torch.uint8 and f"{kind.key}_scale" not in entry:
+                raise ValueError(
+                    f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by. Is the file "
+                    "damaged?"
+                )
+        elif of_codes:
+            dtype, empty = torch.uint8, functools.partial(zeros_per_block, param, torch.uint8)
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
     return state
+
+
+def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:
+    """Whether a moment of a file with ``state_bits=8`` is in codes, as it is even where an FP64 model is to read it."""
+    codes = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.shape == param.shape
+    return codes and options.state_bits == 8 and in_blocks(param)
+
+
+def _check_no_codes_lost(value: Tensor, key: str, where: str, says_bits: bool) -> None:
+    """Refuse a moment that is not in 8-bit codes though its file says so, unless an FP64 model wrote it.
+
+    What reads a file into other state, as ``torch.distributed.checkpoint`` does, makes floating-point numbers of codes.
+    """
+    if says_bits and value.dtype != torch.float64:
+        raise ValueError(
+            f"{where}: {key!r} must be 8-bit codes, since its group in the file has state_bits=8, got {value.dtype}. "
+            "torch.distributed.checkpoint reads files into the state that the optimizer has: construct it with "
+            "state_bits=8, load, and then change the group if you want another setting."
+        )
 
 
 def _private_copy(

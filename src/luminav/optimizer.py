@@ -218,7 +218,8 @@ class LuminaV(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state and the groups' options, in torch's layout; a process group is saved as None."""
         # Registered for this call only, so that it runs before the user's hooks, which may rewrite the file.
-        handle = self.register_state_dict_post_hook(lambda _, saved: make_saveable(saved), prepend=True)
+        groups = self.param_groups
+        handle = self.register_state_dict_post_hook(lambda _, saved: make_saveable(saved, groups), prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -263,13 +264,15 @@ class LuminaV(Optimizer):
         ]
         state = type(self.state)(dict)  # a defaultdict, as the base class keeps it
         index = 0
-        for group in groups:
-            options = Options.from_group(group)
+        for saved, group in zip(loaded["param_groups"], groups, strict=True):
+            options, says_bits = Options.from_group(group), "state_bits" in saved
             for param in group["params"]:
                 sealed = loaded["state"].get(param)
                 if isinstance(sealed, Sealed):
                     on_device = options.capturable or counts_on_device(options.execution, param.device)
-                    entry = loaded_state(sealed.entry, param, options, f"state[{index}]", step_on_device=on_device)
+                    entry = loaded_state(
+                        sealed.entry, param, options, f"state[{index}]", step_on_device=on_device, says_bits=says_bits
+                    )
                     if entry is not None:
                         state[param] = entry
                 index += 1

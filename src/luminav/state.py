@@ -6,6 +6,7 @@ it. Everything in it reaches a checkpoint, and nothing else does.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -62,9 +63,12 @@ def exp_avg_dtype(param: Tensor, options: Options) -> torch.dtype:
 
 def exp_avg_sq_dtype(param: Tensor, options: Options) -> torch.dtype:
     """Storage dtype of exp_avg_sq."""
-    if has_block_variance(param, options):
-        return torch.float64 if param.dtype == torch.float64 else torch.float32
-    return exp_avg_dtype(param, options)
+    return block_variance_dtype(param) if has_block_variance(param, options) else exp_avg_dtype(param, options)
+
+
+def block_variance_dtype(param: Tensor) -> torch.dtype:
+    """Storage dtype of a variance that a block shares."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class StateTensor:
         dtype = self.dtype(param, options)
         if self.start is None:
             return torch.zeros((), dtype=dtype, device="cpu")
-        return _zeros_per_block(param, dtype) if self.per_block(param, options) else self.start(param, dtype)
+        return zeros_per_block(param, dtype) if self.per_block(param, options) else self.start(param, dtype)
 
 
 def zeros_like_param(param: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,14 +101,15 @@ def zeros_like_param(param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(param, dtype=dtype, memory_format=form)
 
 
-def _zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
+def zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros, one per block, sharded as the parameter is."""
     held, shape = local(param.detach()), block_shape(param)
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=held.device)
-    row = held.numel() // held.shape[0] if held.numel() else 0
+    # Of an empty part the placements tell the shape: ranks that gather it must agree on all but the sharded dimension.
+    blocks = math.prod(held.shape[1:]) // BLOCK if held.ndim > 1 else shape[1]
     owner: Any = param
-    zeros = torch.zeros(held.shape[0], row // BLOCK, dtype=dtype, device=held.device)
+    zeros = torch.zeros(held.shape[0], blocks, dtype=dtype, device=held.device)
     return type(owner).from_local(
         zeros, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=(shape[1], 1)
     )
@@ -191,6 +196,8 @@ def kept_tensors(state: ParamState) -> list[Tensor]:
 KEPT_SCALES = ("cautious_scale", "bound_scale")
 MOMENTS = (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP))
 """Keys of the moments, and the tops of their codes."""
+SCALES = {f"{key}_scale": key for key, _ in MOMENTS}
+"""Keys of the scales of 8-bit codes, and of the moments that they belong to."""
 
 
 def conform(
@@ -267,16 +274,17 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
         if (value.dtype == torch.uint8, value.shape) == (coded, block_shape(param) if per_block else param.shape):
             continue
         held = local(value).to(param.device)
+        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         if value.dtype == torch.uint8:
             scales = local(state.pop(f"{key}_scale")).to(param.device)
             dense = decode(held.reshape(-1, BLOCK), scales.view(-1), top)
         elif value.shape == param.shape:
-            dense = held.reshape(-1, BLOCK).to(torch.float32)
+            dense = held.reshape(-1, BLOCK).to(wide)
         else:
-            dense = held.reshape(-1, 1).expand(-1, BLOCK).to(torch.float32)
+            dense = held.reshape(-1, 1).expand(-1, BLOCK).to(wide)
         state[key] = fresh = kind.first(param, options)
         if coded:
-            codes, scales = encode(dense.clamp(-LARGEST_CODED, LARGEST_CODED), top, None)
+            codes, scales = encode(dense.clamp(-LARGEST_CODED, LARGEST_CODED).to(torch.float32), top, None)
             state[f"{key}_scale"] = kinds[f"{key}_scale"].first(param, options)
             local(state[f"{key}_scale"]).view(-1).copy_(scales)
             dense = codes

@@ -246,6 +246,7 @@ class Twins:
                 per_element = value.ndim > 0 or param.ndim == 0
                 assert isinstance(value, DTensor) == (per_element and isinstance(param, DTensor)), key
                 expected = self.shards.local(n, theirs[key]) if per_element else theirs[key]
+                assert not isinstance(value, DTensor) or local(value).shape == expected.shape, key
                 found.unequal_state += int((local(value).flatten() != expected.flatten()).sum())
             for tensor in (param, *ours.values()):
                 digest.update(local(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

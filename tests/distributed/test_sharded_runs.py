@@ -50,7 +50,8 @@ BLOCK_SETS: list[dict[str, Any]] = [
     {"buffer": 1, "block_variance": True},
     {"state_bits": 8, "buffer": 1, "block_variance": True, "fused_single_pass": True},
 ]
-BLOCK_SHAPES = ((80, 64), (33, 192), (7, 32, 64), (5, 3))
+BLOCK_SHAPES = ((80, 64), (33, 192), (7, 32, 64), (1, 4096), (5, 3))
+"""The fourth leaves ranks without a row."""
 
 
 @pytest.mark.parametrize(("way", "world"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])

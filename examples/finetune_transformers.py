@@ -47,6 +47,14 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def latest_checkpoint(output: Path) -> str:
+    """The latest complete checkpoint: transformers writes trainer_state.json last, so one cut short has none."""
+    folders = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
+    if not folders:
+        raise SystemExit(f"there is no complete checkpoint under {output} to go on from. Start without --resume.")
+    return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2])))
+
+
 def read_text(data: Path | None) -> str:
     standard_library = Path(sysconfig.get_path("stdlib"))
     if data is None:
@@ -107,7 +115,7 @@ def main() -> None:
     (kept,) = [row for row in plan(model).rows if row.mode == options.master_weights]
     size = (kept.weights + kept.gradients + kept.state) / 2**20
     print(f"{size:,.1f} MiB of weights, gradients and optimizer state", flush=True)
-    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output) if options.resume else None)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if tokenizer:

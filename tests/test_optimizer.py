@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import support
 import torch
-from runs import STEP_MODES, assert_same_state, new_params, state_of, take_steps, trained
+from runs import SHAPES, STEP_MODES, assert_same_state, new_params, state_of, take_steps, trained
 from support import ENGINES, assert_same_bits, dtype_name, normal, parameter
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import (
@@ -187,8 +187,10 @@ OVERRIDES: dict[str, Any] = {
     "ema_decay": 0.1,
     "seed": 7,
     "maximize": True,
+    "state_bits": 8,
+    "block_variance": True,
 }
-NEEDS = {"alpha_ss": {"buffer": 1}, "ema_decay": {"fused_single_pass": True}}
+NEEDS = {"alpha_ss": {"buffer": 1}, "ema_decay": {"fused_single_pass": True}, "block_variance": {"buffer": 1}}
 """Options that act in a mode only."""
 
 
@@ -200,7 +202,7 @@ def test_an_option_of_a_group_is_that_of_a_constructor(name: str, engine: str) -
     default = base.get(name, support.DEFAULTS[name])
     results = []
     for way in ("group", "constructor", "added", "not at all"):
-        params = new_params()
+        params = new_params(shapes=(*SHAPES[:-1], (66, 64)))  # the last is large enough to be kept in blocks
         last = {"params": params[1:]}
         if way == "constructor":
             optimizer = LuminaV([{"params": params[:1], name: default}, last], **{**base, name: OVERRIDES[name]})
@@ -259,7 +261,8 @@ def in_inference_mode() -> nn.Parameter:
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        (list, ValueError, "empty parameter list"),
+        (list, ValueError, "empty parameter list. Has the generator been used before"),
+        (lambda: nn.Linear(2, 2), TypeError, r"got a module, Linear. Pass model.parameters\(\)"),
         (lambda: parameter(torch.ones(2)), TypeError, "iterable"),
         (lambda: [{"params": {parameter(torch.ones(2)), parameter(torch.ones(2))}}], TypeError, "sets"),
         (lambda: [3.0], TypeError, "can only optimize Tensors"),

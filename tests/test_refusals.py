@@ -311,7 +311,9 @@ def test_the_single_buffer_cannot_become_dual(mode: str) -> None:
     take_steps(optimizer, params, range(3))
     before = state_of(optimizer, params)
     optimizer.param_groups[0]["buffer"] = 2
-    with pytest.raises(ValueError, match=r"buffer=2 needs a variance, .* optimizer.state\[param\].clear\(\)"):
+    with pytest.raises(
+        ValueError, match=r"buffer=2 and block_variance=True need a variance, .* optimizer.state\[param\].clear\(\)"
+    ):
         take_steps(optimizer, params, range(3, 4))
     assert_same_state(state_of(optimizer, params), before)
     for param in params:

@@ -21,6 +21,20 @@ from luminav.state import adopt_edits, former_weight, joined
 from luminav.stepper import Share, Stepper
 
 
+def checked_params(params: Any) -> Any:
+    """What an optimizer is given to train, iterated over once, with a way out in the messages for what it cannot be."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(f"params must be parameters, got a module, {type(params).__name__}. Pass model.parameters().")
+    if isinstance(params, (Tensor, dict, set)):
+        return params  # refused by the base class, in the words that users of torch's optimizers know
+    params = list(params)
+    if not params:
+        raise ValueError(
+            "optimizer got an empty parameter list. Has the generator been used before, or is every parameter frozen?"
+        )
+    return params
+
+
 class LuminaV(Optimizer):
     r"""LuminaV: training with weights stored in BF16 or FP16 and no FP32 copy.
 
@@ -121,7 +135,7 @@ class LuminaV(Optimizer):
         given = {name: value for name, value in locals().items() if name in OPTIONS}
         options = Options.from_group(given)
         self._stepper = Stepper(self)
-        super().__init__(params, {name: getattr(options, name) for name in OPTIONS})
+        super().__init__(checked_params(params), {name: getattr(options, name) for name in OPTIONS})
 
     # ---- groups ----------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,23 @@ def test_steps_outside_do_exactly_what_they_did(engine: str) -> None:
     assert len(traces[2]) > len(traces[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_name)
+def test_an_edited_weight_is_where_the_watched_step_starts(dtype: torch.dtype) -> None:
+    """A whole master follows an edit in the next step; the figures are of that step, not of the edit."""
+    param = parameter(normal((70,), 1), dtype)
+    optimizer = optimizer_for([param], lr=1e-2, master_weights="semi", split_master_weights=False)
+    run(optimizer, [param], [[normal((70,), 2).to(dtype)]])
+    with torch.no_grad():
+        param.mul_(-4.0)
+    before = param.detach().double()
+    param.grad = normal((70,), 3).to(dtype)
+    with optimizer.diagnostics() as report:
+        optimizer.step()
+    now = optimizer.state[param]["master_param"].double()
+    assert report["0"].update_ratio == pytest.approx(((now - before).norm() / before.norm()).item(), rel=1e-12)
+    assert report["0"].update_ratio < 0.04
+
+
 def test_what_cannot_be_watched_is_refused_before_the_step() -> None:
     param = parameter(normal((6,), 1), torch.float32)
     optimizer = optimizer_for([param])

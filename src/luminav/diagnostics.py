@@ -28,7 +28,7 @@ from torch import Tensor
 
 from luminav import assembly, rule
 from luminav.engines import choose_engine
-from luminav.state import conform, joined
+from luminav.state import Written, catch_up, joined
 
 if TYPE_CHECKING:
     from luminav.assembly import Pending
@@ -132,8 +132,9 @@ class Watched:
         scaling = stepper.scaling()
         self.items = stepper.pending()
         self.stepper = stepper
+        written = stepper.all_written()
         for item in self.items:
-            self._as_reference(item)
+            self._as_reference(item, written.get(item.param))
         self.works = assembly.sort_into_works(self.items, scaling, sharded=False)
         assembly.measure_lookahead(self.works, [])
         assembly.measure(self.works)
@@ -141,14 +142,16 @@ class Watched:
         self.full = {item.index: full_weight(item.param, item.state).clone() for item in self.items}
 
     @staticmethod
-    def _as_reference(item: Pending) -> None:
+    def _as_reference(item: Pending, written: Written | None) -> None:
         """Have the reference engine work on a view of the state, reading step counts where they are."""
         options = item.options
         item.engine = choose_engine(FOREACH, item.param.device)
         state = dict(item.state)
         on_device = options.capturable or ("step" in state and state["step"].device.type != "cpu")
         item.options = replace(options, capturable=on_device, execution=FOREACH)
-        conform(state, item.param, item.options, step_on_device=on_device)
+        if "master_param" in state and not (written is not None and written.is_still(item.param)):
+            state["master_param"] = state["master_param"].clone()  # the step itself is to make it follow an edit
+        catch_up(state, item.param, item.options, written, step_on_device=on_device)
         item.state = state
 
     @torch.no_grad()

@@ -237,6 +237,23 @@ def conform(
         state[kind.key] = value
 
 
+def catch_up(
+    state: ParamState,
+    param: Tensor,
+    options: Options,
+    written: Written | None,
+    *,
+    step_on_device: bool,
+    template: bool = False,
+) -> None:
+    """:func:`conform`, and let a whole master follow what others did to the weight since our last write of it."""
+    if "master_param" not in state and (former := former_weight(param, written)) is not None:
+        state["master_param"] = former
+    conform(state, param, options, step_on_device=step_on_device, template=template)
+    if "master_param" in state:
+        adopt_edits(param, state["master_param"], written)
+
+
 def reform_master(state: ParamState, param: Tensor, options: Options) -> None:
     """Turn a whole master weight into a remainder, or back, if the other form is kept under these options.
 

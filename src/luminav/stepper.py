@@ -40,10 +40,8 @@ from luminav.replay import Replay, TritonFailed
 from luminav.state import (
     KEPT_SCALES,
     Written,
-    adopt_edits,
-    conform,
+    catch_up,
     drop_template,
-    former_weight,
     keeps_blocks,
     kept_tensors,
 )
@@ -208,11 +206,7 @@ class Stepper:
             state = item.state = self.optimizer.state.get(item.param) or {}
             on_device = numbers_on_device(item, scaling)
             written = self.written.get(item.param)
-            if "master_param" not in state and (former := former_weight(item.param, written)) is not None:
-                state["master_param"] = former
-            conform(state, item.param, item.options, step_on_device=on_device, template=template)
-            if "master_param" in state:
-                adopt_edits(item.param, state["master_param"], written)
+            catch_up(state, item.param, item.options, written, step_on_device=on_device, template=template)
 
     def _run(self, pending: list[Pending], scaling: Scaling, allocation_only: bool, share: Share | None) -> None:
         """Measure, scale and update.

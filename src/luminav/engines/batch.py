@@ -92,7 +92,7 @@ class Batch:
     grad_scale: Tensor | None = None
     """For an engine with numbers of its own: the loss scale, one element on the device."""
     rms_denominator: Tensor | None = field(default=None, repr=False)
-    """With buffer=1: FP64, one number per tensor, set between the two measurements."""
+    """Without a variance: FP64, one number per tensor, set between the two measurements."""
     kept: tuple[list[TensorStep], Any] | None = field(default=None, repr=False)
     """What an engine keeps from one verb to the next, and for which tensors."""
 
@@ -148,7 +148,7 @@ class Engine(Protocol):
         ...
 
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
-        """With buffer=1: Σ m̃² and the number of elements per tensor, FP64, [tensors, 2] for each batch."""
+        """Without a variance: Σ m̃² and the number of elements per tensor, FP64, [tensors, 2] for each batch."""
         ...
 
     def measure(self, batches: Sequence[Batch]) -> list[Tensor]:

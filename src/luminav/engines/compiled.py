@@ -309,7 +309,7 @@ def _numbers_of(batch: Batch) -> Tensor:
 
 
 def _per_tensor(batch: Batch, scales: Scales | None) -> Tensor:
-    """η·c·s, and with buffer=1 the denominator, of each tensor: FP64, [2, tensors]; 1 where it is not needed."""
+    """η·c·s, and without a variance the denominator, of each tensor: FP64, [2, tensors]; 1 where it is not needed."""
     table = torch.ones(2, len(batch.steps), dtype=torch.float64, device=batch.device)
     if scales is not None:
         table[0] = scales.step_sizes(batch.step_numbers.lr)

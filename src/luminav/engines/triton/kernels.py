@@ -58,7 +58,7 @@ from luminav.engines.triton.tables import (
 
 @triton.jit
 def direction_numbers(n, DUAL: tl.constexpr):
-    """What the direction needs of a tensor's row of numbers; with one buffer the last four are β₁ twice, rms and α."""
+    """What the direction needs of a tensor's row of numbers; without a variance the last two are denominator and α."""
     beta1 = tl.load(n + BETA1)
     one_minus_beta1 = tl.load(n + ONE_MINUS_BETA1)
     if DUAL:

@@ -478,3 +478,19 @@ def test_codes_without_scales_are_refused() -> None:
     file["state"][0] = {key: value for key, value in file["state"][0].items() if key != "exp_avg_scale"}
     with pytest.raises(ValueError, match="has 8-bit codes as 'exp_avg', but no 'exp_avg_scale'"):
         LuminaV(params, **CODED).load_state_dict(file)
+
+
+@pytest.mark.parametrize(("key", "value"), [("exp_avg", 0), ("exp_avg", 255), ("exp_avg_sq", 15), ("exp_avg_sq", 255)])
+def test_impossible_scales_are_refused(key: str, value: int) -> None:
+    """Where there are codes to read by them: what has never been written has scale 0."""
+    params = new_params(torch.bfloat16)
+    optimizer = LuminaV(params, **CODED)
+    take_steps(optimizer, params, range(2))
+    file = through_a_file(optimizer.state_dict())
+    file["state"][0][f"{key}_scale"][1, 1] = value
+    before = state_of(optimizer, params)
+    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}_scale' must be in \[\d+, 254\]. Is the file damaged"):
+        optimizer.load_state_dict(file)
+    assert_same_state(state_of(optimizer, params), before)
+    file["state"][0][key].view(-1, 64)[3] = 0
+    optimizer.load_state_dict(file)

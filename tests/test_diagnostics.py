@@ -125,6 +125,41 @@ def test_asking_changes_no_bit(options: dict[str, Any]) -> None:
         assert_same_bits(asked_for, plain)
 
 
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("change", ["edited", "converted"])
+def test_a_changed_weight_is_watched_as_the_step_takes_it(change: str, split: bool) -> None:
+    """An edit reaches the master in the step, and so does the FP32 weight of a model that becomes BF16."""
+    results = []
+    for asked in (True, False):
+        start = torch.float32 if change == "converted" else torch.bfloat16
+        param = parameter(normal((30, 20), 1), start)
+        options = {"lr": 1e-2, "master_weights": "semi"}
+        optimizer = optimizer_for([param], split_master_weights=split, **options)
+        run(optimizer, [param], [[normal((30, 20), 2, dtype=start)]])
+        if change == "edited":
+            param.data = (param.data.float() * 100.0).bfloat16()
+            before = master_of(param, optimizer.state[param]) if split else param.detach().float()
+        else:
+            before = param.detach().clone()
+            param.data = param.data.bfloat16()
+        state = {key: value.clone() for key, value in optimizer.state[param].items()}
+        grad = param.grad = normal((30, 20), 3, dtype=torch.bfloat16)
+        if asked:
+            with optimizer.diagnostics() as report:
+                optimizer.step()
+            moments = (state[key].bfloat16() for key in ("exp_avg", "exp_avg_sq"))
+            exact = exact_step(before, *moments, grad, 2, torch.bfloat16, **options)
+            figures, now = report["0"], master_of(param, optimizer.state[param]).double()
+            assert (figures.cautious_scale, figures.bound_scale) == pytest.approx(exact.used_scales, rel=1e-5)
+            wanted = (now - before.double()).norm() / before.double().norm()
+            assert figures.update_ratio == pytest.approx(wanted.item(), rel=1e-6)
+        else:
+            optimizer.step()
+        results.append([param.detach(), *optimizer.state[param].values()])
+    for asked_for, plain in zip(*results):
+        assert_same_bits(asked_for, plain)
+
+
 class Operations(TorchDispatchMode):
     """Counts operations, each of which is a launch or an allocation."""
 

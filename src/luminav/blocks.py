@@ -30,6 +30,8 @@ EXP_AVG_SQ_TOP = 0xFF
 SIGN = 0x80
 LARGEST_CODED = (2.0 - 2.0**-MANTISSA_BITS) * 2.0**127
 """The largest value that codes can stand for, to which moments saturate."""
+LARGEST_EXPONENT = 254
+"""The largest scale; 255 would be that of infinity and NaN."""
 HALF = 0x8000
 """In place of 16 noise bits: rounds to nearest, half away from zero."""
 

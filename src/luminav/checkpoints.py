@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.blocks import in_blocks
-from luminav.distributed import is_dtensor, placed_like
+from luminav.blocks import BLOCK, LARGEST_EXPONENT, MANTISSA_BITS, in_blocks
+from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
 from luminav.state import (
     MOMENTS,
@@ -193,7 +193,18 @@ def loaded_state(
         elif of_codes:
             dtype, empty = torch.uint8, functools.partial(zeros_per_block, param, torch.uint8)
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
+    for key, top in MOMENTS:
+        if f"{key}_scale" in state and state[key].dtype == torch.uint8:
+            _check_scales(state[f"{key}_scale"], state[key], key, top, where)
     return state
+
+
+def _check_scales(scales: Tensor, codes: Tensor, key: str, top: int, where: str) -> None:
+    """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
+    exponents, lowest = local(scales).view(-1), (top >> MANTISSA_BITS) + 1
+    impossible = (exponents < lowest) | (exponents > LARGEST_EXPONENT)
+    if bool((impossible & local(codes).view(-1, BLOCK).any(1)).any()):
+        raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_EXPONENT}]. Is the file damaged?")
 
 
 def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:

@@ -286,13 +286,21 @@ def test_layouts_change_no_bit(mode: str, layout: str, engine: str) -> None:
     assert_same_state(*results)
 
 
-def test_pieces_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, and with them blocks, stay whole however small the pieces are."""
+@by_engine
+@pytest.mark.parametrize("shape", [(64, 128), (1, 4096), (2, 3, 704), (2, 8, 8, 48), (2, 2, 1056), (4, 33, 64)])
+@pytest.mark.parametrize("mode", ["codes", "shared", "both"])
+def test_pieces_change_no_bit(mode: str, shape: tuple[int, ...], engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks stay whole however small the pieces are, and rows that are too large for one are cut between blocks.
+
+    Of (2, 2, 1056) the inner rows end within a block, so that only two of them together can be a piece.
+    """
     results = []
     for limit in (1 << 18, 100):
         monkeypatch.setattr("luminav.engines.bundle.CPU_PIECE", limit)
-        params = [parameter(normal((64, 128), 0, scale=0.1), torch.bfloat16)]
-        optimizer = LuminaV(params, lr=1e-2, bound=False, cautious=False, **MODES["both"])  # no sums over pieces
+        params = [parameter(normal(shape, n, scale=0.1), torch.bfloat16) for n in range(2)]
+        assert in_blocks(params[0])
+        options = {"bound": False, "cautious": False, **MODES[mode]}  # no sums over pieces
+        optimizer = LuminaV(params, lr=1e-2, execution=engine, **options)
         take_steps(optimizer, params, range(3))
         results.append(state_of(optimizer, params))
     assert_same_state(*results)

@@ -70,7 +70,7 @@ class TensorStep:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether any of the state is kept in blocks, so that rows must not be cut."""
+        """Whether any of the state is kept in blocks, which must not be cut."""
         return self.block_variance or self.exp_avg_scale is not None
 
     @property

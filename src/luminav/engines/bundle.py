@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from luminav.blocks import BLOCK
 from luminav.engines.batch import TensorStep
 from luminav.rounding import Noise, NoiseKey, Word, element_noise
 from luminav.rule import Scalar
@@ -79,28 +80,38 @@ class Piece:
     numel: int
 
 
-def cut(tensor: int, shape: Sequence[int], limit: int) -> Iterator[Piece]:
-    """Cut a tensor of this shape into pieces of at most `limit` elements, in row-major order. None if it is empty."""
+def cut(tensor: int, shape: Sequence[int], limit: int, unit: int = 1) -> Iterator[Piece]:
+    """Cut a tensor of this shape into pieces of at most `limit` elements, in row-major order. None if it is empty.
+
+    Args:
+        tensor: Its number.
+        shape: Its shape.
+        limit: The most elements in a piece; more only where a shape has no cut at a multiple of `unit` below it.
+        unit: What pieces begin and end at multiples of, as the tensor's rows must.
+    """
     numel = 1
     for size in shape:
         numel *= size
     if numel:
-        yield from _cut(tensor, (), 0, tuple(shape), numel, limit)
+        yield from _cut(tensor, (), 0, tuple(shape), numel, limit, unit)
 
 
-def _cut(tensor: int, prefix: Index, start: int, shape: tuple[int, ...], numel: int, limit: int) -> Iterator[Piece]:
+def _cut(
+    tensor: int, prefix: Index, start: int, shape: tuple[int, ...], numel: int, limit: int, unit: int
+) -> Iterator[Piece]:
     if numel <= limit:
         yield Piece(tensor, prefix or (...,), start, numel)  # type: ignore[arg-type]
         return
     row = numel // shape[0]
-    if row <= limit:
-        rows = limit // row
+    if row <= limit or row % unit:
+        together = unit // math.gcd(unit, row)
+        rows = max(limit // row // together, 1) * together
         for first in range(0, shape[0], rows):
             last = min(first + rows, shape[0])
             yield Piece(tensor, (*prefix, slice(first, last)), start + first * row, (last - first) * row)
         return
     for i in range(shape[0]):
-        yield from _cut(tensor, (*prefix, i), start + i * row, shape[1:], row, limit)
+        yield from _cut(tensor, (*prefix, i), start + i * row, shape[1:], row, limit, unit)
 
 
 class Bundle:
@@ -114,21 +125,24 @@ class Bundle:
         self._workspace = workspace
         self._steps = [steps[piece.tensor] for piece in pieces]
 
-    def views(self, of: Select) -> list[Tensor]:
+    # Where `share` is given, the tensors have one element for so many of the parameter, without gaps.
+
+    def views(self, of: Select, share: int = 1) -> list[Tensor]:
         """The pieces of one kind of tensor, as views of it."""
-        return [present(of(step))[piece.index] for step, piece in zip(self._steps, self.pieces, strict=True)]
+        pairs = [(present(of(step)), piece) for step, piece in zip(self._steps, self.pieces, strict=True)]
+        if share == 1:
+            return [tensor[piece.index] for tensor, piece in pairs]
+        return [tensor.view(-1)[p.start // share : (p.start + p.numel) // share] for tensor, p in pairs]
 
-    # Where `share` is given, the tensors have one element for so many of the parameter.
-
-    def load(self, of: Select, dtype: torch.dtype) -> Tensor:
+    def load(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
         """The pieces as one flat tensor of `dtype`; it may alias the original, so it is never written to."""
-        flat = [view.reshape(-1) for view in self.views(of)]
+        flat = [view.reshape(-1) for view in self.views(of, share)]
         return (flat[0] if len(flat) == 1 else torch.cat(flat)).to(dtype)
 
     def copy(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
         """The pieces as one flat tensor of `dtype`, to be overwritten: a buffer that the next bundle gets as well."""
         flat = self._workspace.take(of, sum(self.sizes) // share, dtype)
-        views = self.views(of)
+        views = self.views(of, share)
         if len(views) == 1:
             flat.view(views[0].shape).copy_(views[0])
             return flat
@@ -138,7 +152,7 @@ class Bundle:
 
     def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, share: int = 1) -> None:
         """Write a flat tensor back into the pieces, converting to their dtype; nothing where `unless` is True."""
-        views = self.views(of)
+        views = self.views(of, share)
         values = [value.view(view.shape) for view, value in zip(views, self.split(flat, share), strict=True)]
         if unless is not None:
             values = [
@@ -246,17 +260,17 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
     """
     if not steps:
         return
-    if steps[0].in_blocks:  # rows stay whole, and with them their blocks
-        limit = max(limit, *(step.param.numel() // max(1, step.param.shape[0]) for step in steps))
+    unit = BLOCK if steps[0].in_blocks else 1
+    pieces = [piece for number, step in enumerate(steps) for piece in cut(number, step.param.shape, limit, unit)]
+    limit = max([limit, *(piece.numel for piece in pieces)])
     workspace = Workspace(min(limit, sum(step.param.numel() for step in steps)), steps[0].param.device)
     waiting: list[Piece] = []
     held = 0
-    for number, step in enumerate(steps):
-        for piece in cut(number, step.param.shape, limit):
-            if waiting and (not pack or held + piece.numel > limit):
-                yield Bundle(steps, waiting, workspace)
-                waiting, held = [], 0
-            waiting.append(piece)
-            held += piece.numel
+    for piece in pieces:
+        if waiting and (not pack or held + piece.numel > limit):
+            yield Bundle(steps, waiting, workspace)
+            waiting, held = [], 0
+        waiting.append(piece)
+        held += piece.numel
     if waiting:
         yield Bundle(steps, waiting, workspace)

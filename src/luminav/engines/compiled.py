@@ -71,7 +71,7 @@ class Rows(Bundle):
     def known_finite(self, flat: Tensor) -> bool:
         return False
 
-    def load(self, of: Select, dtype: torch.dtype) -> Tensor:
+    def load(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
         return present(of(self.step)).to(dtype)
 
     def copy(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:

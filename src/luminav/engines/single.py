@@ -113,7 +113,7 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
 def load_moment(batch: Batch, bundle: Bundle, moment: Moment) -> Tensor:
     """A bundle's moment, to be overwritten."""
     if moment.in_codes(batch):
-        codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8)
+        codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8, BLOCK)
         return decode(codes.view(-1, BLOCK), scales, moment.top).view(-1)
     return bundle.copy(moment.of, batch.compute_dtype, moment.share(batch))
 

@@ -179,10 +179,11 @@ def loaded_state(
             continue  # conform() makes a missing master; a missing pair means an exact step
         dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
         if kind.key in MOMENT_KEYS:
+            if says_bits:
+                _check_form(value, kind, where, param, options)
             if _holds_codes(value, param, options):
                 dtype, empty = torch.uint8, functools.partial(zeros_like_param, param, torch.uint8)
             elif dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
-                _check_no_codes_lost(value, kind.key, where, says_bits)
                 dtype = moment_dtype(param, options)
                 empty = functools.partial(zeros_like_param, param, dtype)
             if dtype == torch.uint8 and f"{kind.key}_scale" not in entry:
@@ -203,7 +204,7 @@ def _check_scales(scales: Tensor, codes: Tensor, key: str, top: int, where: str)
     """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
     exponents, lowest = local(scales).view(-1), (top >> MANTISSA_BITS) + 1
     impossible = (exponents < lowest) | (exponents > LARGEST_EXPONENT)
-    if bool((impossible & local(codes).view(-1, BLOCK).any(1)).any()):
+    if bool((impossible & local(codes).reshape(-1, BLOCK).any(1)).any()):
         raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_EXPONENT}]. Is the file damaged?")
 
 
@@ -213,17 +214,24 @@ def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:
     return codes and options.state_bits == 8 and in_blocks(param)
 
 
-def _check_no_codes_lost(value: Tensor, key: str, where: str, says_bits: bool) -> None:
-    """Refuse a moment that is not in 8-bit codes though its file says so, unless an FP64 model wrote it.
+def _check_form(value: Any, kind: StateTensor, where: str, param: Tensor, options: Options) -> None:
+    """Refuse a moment that is in 8-bit codes, or not, other than its file says; an FP64 model keeps none.
 
-    What reads a file into other state, as ``torch.distributed.checkpoint`` does, makes floating-point numbers of codes.
+    What reads a file into other state, as ``torch.distributed.checkpoint`` does, makes floating-point numbers of codes,
+    or codes of floating-point numbers.
     """
-    if says_bits and value.dtype != torch.float64:
-        raise ValueError(
-            f"{where}: {key!r} must be 8-bit codes, since its group in the file has state_bits=8, got {value.dtype}. "
-            "torch.distributed.checkpoint reads files into the state that the optimizer has: construct it with "
-            "state_bits=8, load, and then change the group if you want another setting."
-        )
+    if not (in_blocks(param) and isinstance(value, Tensor)):
+        return
+    codes = value.dtype == torch.uint8
+    lost = value.is_floating_point() and value.dtype != torch.float64 and kind.dtype(param, options) == torch.uint8
+    if not (lost or (codes and options.state_bits == 16)):
+        return
+    wanted = "a floating-point tensor" if codes else "8-bit codes"
+    raise ValueError(
+        f"{where}: {kind.key!r} must be {wanted}, since its group in the file has state_bits={options.state_bits}, got "
+        f"{value.dtype}. torch.distributed.checkpoint reads files into the state that the optimizer has: construct it "
+        f"with state_bits={options.state_bits}, load, and then change the group if you want another setting."
+    )
 
 
 def _private_copy(

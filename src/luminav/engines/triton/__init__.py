@@ -40,6 +40,7 @@ def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) 
     param, grad = tensors[:2]
     return (
         param.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and grad.dtype.is_floating_point
         and grad.dtype in TRITON_TYPES
         and all(tensor.is_contiguous() for tensor in tensors)
         and consecutive

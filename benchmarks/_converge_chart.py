@@ -6,7 +6,9 @@ import csv
 from collections.abc import Mapping
 from pathlib import Path
 
-IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "converge.png"
+from _charts import IMAGES, OTHERS, OURS, panels, save
+
+IMAGE = IMAGES / "converge.png"
 TITLES = {"40m": "42 M parameters", "120m": "117 M parameters"}
 BEYOND = 0.5
 """Nats: contenders further behind than this are named, not drawn, so that the rest can be told apart."""
@@ -45,33 +47,23 @@ def draw_chart(path: Path, image: Path = IMAGE, recipe: str = "pretrain") -> Pat
     Returns:
         The PNG's path.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     sizes = latest_figures(path, recipe)
     if not sizes:
         raise SystemExit(f"{path} has no rows of bench_converge.py at {' or '.join(TITLES)}.")
     longest = max(map(len, sizes.values()))
-    chart, panels = plt.subplots(1, len(sizes), figsize=(8 * len(sizes), 1.6 + 0.32 * longest), squeeze=False)
-    for panel, (size, figures) in zip(panels[0], sizes.items()):
+    chart, columns = panels(len(sizes), 8 * len(sizes), 1.6 + 0.32 * longest)
+    for panel, (size, figures) in zip(columns, sizes.items()):
         drawn = {name: values for name, values in figures.items() if values.get("difference", BEYOND) < BEYOND}
         names = sorted(drawn, key=lambda name: -drawn[name]["difference"])
         for place, name in enumerate(names):
             values = drawn[name]
-            colour = "#c4432b" if name.startswith(("luminav", "pretrain")) else "#8a8f98"
+            colour = OURS if name.startswith(("luminav", "pretrain")) else OTHERS
             panel.errorbar(
                 values["difference"], place, xerr=values.get("interval", 0.0), fmt="o", color=colour, capsize=3
             )
         panel.set_yticks(range(len(names)), [_label(name, drawn[name]) for name in names], fontsize=8)
-        panel.axvline(0.0, color="#8a8f98", linewidth=0.8)
+        panel.axvline(0.0, color=OTHERS, linewidth=0.8)
         left = sorted(set(figures) - set(drawn))
         panel.set_title(TITLES[size] + (f"; further behind: {', '.join(left)}" if left else ""), fontsize=9)
         panel.set_xlabel("validation loss minus FP32 AdamW's, nats (95 % interval)")
-        panel.spines[["top", "right"]].set_visible(False)
-    chart.tight_layout()
-    image.parent.mkdir(parents=True, exist_ok=True)
-    chart.savefig(image, dpi=100)
-    plt.close(chart)
-    return image
+    return save(chart, image)

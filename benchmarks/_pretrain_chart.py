@@ -6,8 +6,10 @@ import csv
 from pathlib import Path
 from typing import Any
 
-IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "pretrain.png"
-OURS, PUBLIC, OTHERS = "#c4432b", "#e0a899", "#8a8f98"
+from _charts import IMAGES, OTHERS, OURS, panels, save
+
+IMAGE = IMAGES / "pretrain.png"
+PUBLIC = "#e0a899"
 
 Figures = dict[str, dict[str, float]]
 
@@ -44,25 +46,14 @@ def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
     Returns:
         The PNG's path.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figures = latest_figures(path, steps)
     if not figures:
         raise SystemExit(f"{path} has no rows of bench_pretrain.py with --steps {steps}.")
-    chart, (loss, memory, latency) = plt.subplots(1, 3, figsize=(17, 5.5))
+    chart, (loss, memory, latency) = panels(3, 17, 5.5)
     _losses(loss, figures)
     _memory(memory, {name: values for name, values in figures.items() if "static_gib" in values})
     _latency(latency, {name: values for name, values in figures.items() if "optimizer_ms" in values})
-    for panel in (loss, memory, latency):
-        panel.spines[["top", "right"]].set_visible(False)
-    chart.tight_layout()
-    image.parent.mkdir(parents=True, exist_ok=True)
-    chart.savefig(image, dpi=100)
-    plt.close(chart)
-    return image
+    return save(chart, image)
 
 
 def _losses(panel: Any, figures: Figures) -> None:

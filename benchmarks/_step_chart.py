@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-IMAGE = Path(__file__).resolve().parent.parent / "docs" / "images" / "step.png"
+from _charts import IMAGES, OTHERS, OURS, panels, save
+
+IMAGE = IMAGES / "step.png"
 TITLES = {"qwen4b": "4.2 B parameters, 426 tensors", "gpt2": "GPT-2 small, 148 tensors"}
-OURS, OTHERS = "#c4432b", "#8a8f98"
 
 
 def latest_times(path: Path) -> dict[str, dict[str, float]]:
@@ -34,26 +35,16 @@ def draw_chart(path: Path, image: Path = IMAGE) -> Path:
     Returns:
         The PNG's path.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     times = {model: values for model, values in latest_times(path).items() if values}
     if not times:
         raise SystemExit(f"{path} has no rows of bench_step.py on a GPU.")
-    figure, panels = plt.subplots(1, len(times), figsize=(6 * len(times), 4.8), squeeze=False)
-    for panel, (model, values) in zip(panels[0], times.items()):
+    figure, drawn = panels(len(times), 6 * len(times), 4.8)
+    for panel, (model, values) in zip(drawn, times.items()):
         ordered = sorted(values.items(), key=lambda item: -item[1])
         names, heights = zip(*ordered)
         bars = panel.barh(names, heights, color=[OURS if name.startswith("luminav") else OTHERS for name in names])
         panel.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
         panel.set_title(TITLES[model], fontsize=10)
         panel.set_xlabel("milliseconds per step")
-        panel.spines[["top", "right"]].set_visible(False)
         panel.margins(x=0.12)
-    figure.tight_layout()
-    image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(image, dpi=110)
-    plt.close(figure)
-    return image
+    return save(figure, image, dpi=110)

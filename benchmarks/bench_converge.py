@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import _checkout  # noqa: F401
 import torch
+from _checkout import wrong_package
 from _converge_chart import draw_chart
 from _converge_contenders import BAR, CONTENDERS, find_contender
 from _converge_model import SIZES
@@ -97,8 +97,8 @@ class Worker:
         result: dict[str, Any] = json.loads(answer)
         folder = self.public if self.public is not None else ROOT / "src"
         version, file = result["luminav"]
-        if file and not Path(file).resolve().is_relative_to(folder.resolve()):
-            return f"the worker imported luminav from {file}, not from {folder}"
+        if wrong := wrong_package(file, folder):
+            return f"the worker {wrong}"
         result["version"] = version
         return result
 

@@ -34,8 +34,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-import _checkout  # noqa: F401
 import torch
+from _checkout import wrong_package
 from _pretrain_chart import draw_chart
 from _pretrain_run import COMPARED, CONTENDERS, Job
 from _rows import RESULTS, append_rows
@@ -142,8 +142,8 @@ def delegate(name: str, device: int, arguments: argparse.Namespace, report: Path
         errors = [line for line in ended.stderr.splitlines() if "Error" in line]
         return (errors or ended.stderr.splitlines() or [f"status {ended.returncode}"])[-1][:200]
     answer = json.loads(report.read_text(encoding="utf-8"))
-    if answer["luminav"] and not Path(answer["luminav"]).resolve().is_relative_to(Path(folder).resolve()):
-        return f"imported luminav from {answer['luminav']}, not from {folder}"
+    if wrong := wrong_package(answer["luminav"], Path(folder)):
+        return wrong
     figures: dict[str, float] = answer["figures"]
     return figures
 

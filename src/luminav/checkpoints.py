@@ -177,27 +177,38 @@ def loaded_state(
                     "the group edited?"
                 )
             continue  # conform() makes a missing master; a missing pair means an exact step
-        dtype, empty = kind.dtype(param, options), functools.partial(kind.first, param, options)
-        if kind.key in MOMENT_KEYS:
-            if says_bits:
-                _check_form(value, kind, where, param, options)
-            if _holds_codes(value, param, options):
-                dtype, empty = torch.uint8, functools.partial(zeros_like_param, param, torch.uint8)
-            elif dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
-                dtype = moment_dtype(param, options)
-                empty = functools.partial(zeros_like_param, param, dtype)
-            if dtype == torch.uint8 and f"{kind.key}_scale" not in entry:
-                raise ValueError(
-                    f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by. Is the file "
-                    "damaged?"
-                )
-        elif of_codes:
-            dtype, empty = torch.uint8, functools.partial(zeros_per_block, param, torch.uint8)
+        if kind.key in MOMENT_KEYS and says_bits:
+            _check_form(value, kind, where, param, options)
+        dtype, empty = _form_of(value, kind, param, options, of_codes=of_codes)
+        if kind.key in MOMENT_KEYS and dtype == torch.uint8 and f"{kind.key}_scale" not in entry:
+            raise ValueError(
+                f"{where} has 8-bit codes as {kind.key!r}, but no '{kind.key}_scale' to read them by. Is the file "
+                "damaged?"
+            )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
     for key, top in MOMENTS:
         if f"{key}_scale" in state and state[key].dtype == torch.uint8:
             _check_scales(state[f"{key}_scale"], state[key], key, top, where)
     return state
+
+
+def _form_of(
+    value: Any, kind: StateTensor, param: Tensor, options: Options, *, of_codes: bool
+) -> tuple[torch.dtype, Callable[[], Tensor]]:
+    """In which form a tensor of a file is taken over: its dtype, and what makes an empty one.
+
+    That is the one the options prescribe, but for a moment that was written with or without 8-bit codes, and for the
+    scales of codes (`of_codes`): those are kept as they come, since :func:`luminav.state.conform` turns them.
+    """
+    dtype = kind.dtype(param, options)
+    if of_codes:
+        return torch.uint8, functools.partial(zeros_per_block, param, torch.uint8)
+    if kind.key in MOMENT_KEYS and _holds_codes(value, param, options):
+        return torch.uint8, functools.partial(zeros_like_param, param, torch.uint8)
+    if kind.key in MOMENT_KEYS and dtype == torch.uint8 and isinstance(value, Tensor) and value.is_floating_point():
+        dtype = moment_dtype(param, options)
+        return dtype, functools.partial(zeros_like_param, param, dtype)
+    return dtype, functools.partial(kind.first, param, options)
 
 
 def _check_scales(scales: Tensor, codes: Tensor, key: str, top: int, where: str) -> None:

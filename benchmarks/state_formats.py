@@ -6,8 +6,8 @@
 A byte transformer is trained with LuminaV; each step hands its gradients of the weight matrices to all candidates. What
 counts is the direction tanh(m̃/σ): a candidate's error is ‖u − u(FP32)‖ / ‖u(FP32)‖ over the last half of the steps.
 
-Formats: `int8` is linear; `eXmY` has X exponent and Y mantissa bits, with 0 in the place of its smallest value, after a
-sign bit for the momentum. Each block of consecutive elements has a scale: `pow2` a power of two, `exact` an FP32
+Formats: `int8` is linear; `eXmY` has X exponent and Y mantissa bits, with subnormals, after a sign bit for the
+momentum. Each block of consecutive elements has a scale: `pow2` a power of two, `exact` an FP32
 number. Codes are rounded stochastically, so that what is stored is right in the mean.
 """
 
@@ -41,18 +41,17 @@ def bf16(x: Tensor) -> Tensor:
 
 
 def floating(exponent_bits: int, mantissa_bits: int) -> Store:
-    """Magnitudes on a grid of 2**exponent_bits binades below a power of two that fits the block's largest value."""
+    """2**exponent_bits − 1 binades below a power of two that fits the block's largest value, and an even grid to 0."""
     shift = 23 - mantissa_bits
 
     def store(x: Tensor) -> Tensor:
         magnitude = x.abs()
         top = (magnitude.amax(1, keepdim=True).view(torch.int32) + (1 << shift) - 1) >> 23
-        base = (top - (1 << exponent_bits) + 1).clamp_min(1) << 23
-        smallest = (base + (1 << shift)).view(torch.float32)
-        code = (magnitude.view(torch.int32) - base + torch.randint(0, 1 << shift, x.shape, dtype=torch.int32)) >> shift
-        code = torch.where(magnitude < smallest, up(magnitude / smallest).to(torch.int32), code)
-        read = torch.where(code > 0, ((code << shift) + base).view(torch.float32), 0.0)
-        return read.copysign(x)
+        lowest = (top - (1 << exponent_bits) + 2).clamp_min(mantissa_bits + 1)  # the exponent of the lowest binade
+        exponent = torch.maximum(magnitude.view(torch.int32) >> 23, lowest)
+        step = ((exponent - mantissa_bits) << 23).view(torch.float32)
+        places = magnitude / step
+        return ((places.floor() + up(places.frac())) * step).copysign(x)
 
     return store
 

@@ -1,7 +1,7 @@
 """State kept in blocks of 64: 8-bit codes against their grid written out, shared variances against the closed form.
 
-The expected grids come from this file: value c of a block is (1 + (c mod 16)/16)·2^(scale − 127 − binades + c//16), and
-0 for c = 0, where binades is 7 for exp_avg and 15 for exp_avg_sq.
+The expected grids come from this file: value c of a block is (1 + (c mod 16)/16)·2^(scale − 127 − binades + c//16) from
+c = 16 on, and c/16·2^(scale − 127 − binades + 1) below, where binades is 7 for exp_avg and 15 for exp_avg_sq.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from support import ENGINES, dtype_name, exact_step, normal, optimizer_for, para
 from torch import Tensor, nn
 
 from luminav import LuminaV
-from luminav.blocks import EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, block_shape, decode, encode, in_blocks
+from luminav.blocks import EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_SCALE, block_shape, decode, encode, in_blocks
 from luminav.hyperparameters import Options
 from luminav.state import conform
 
 BINADES = {EXP_AVG_TOP: 7, EXP_AVG_SQ_TOP: 15}
+NOISES = 1 << 19
 TOPS = (EXP_AVG_TOP, EXP_AVG_SQ_TOP)
 CODED: dict[str, Any] = {"state_bits": 8}
 SHARED: dict[str, Any] = {"buffer": 1, "block_variance": True}
@@ -50,13 +51,13 @@ def grid(scale: int, top: int) -> Tensor:
     """The magnitudes of a block, float64, in the order of their codes."""
     codes = torch.arange(top + 1, dtype=torch.float64)
     values = (1 + codes.remainder(16) / 16) * torch.exp2(scale - 127 - BINADES[top] + codes.div(16).floor())
-    values[0] = 0.0
+    values[:16] = codes[:16] / 16 * 2.0 ** (scale - 127 - BINADES[top] + 1)
     return values
 
 
 def smallest_scale(largest: float, top: int) -> int:
-    """The lowest scale whose grid reaches up to `largest`."""
-    return next(s for s in range(BINADES[top] + 1, 255) if grid(s, top)[-1].item() >= largest)
+    """The lowest scale whose grid reaches up to `largest`, and whose smallest value FP32 has as a normal number."""
+    return next(s for s in range(BINADES[top] + 4, LARGEST_SCALE + 1) if grid(s, top)[-1].item() >= largest)
 
 
 def widened(codes: Tensor, scales: Tensor, top: int) -> Tensor:
@@ -72,41 +73,42 @@ def widened(codes: Tensor, scales: Tensor, top: int) -> Tensor:
 
 
 @by_top
-@pytest.mark.parametrize("scale", [16, 17, 100, 127, 200, 254])
+@pytest.mark.parametrize("scale", [19, 20, 100, 127, 200, LARGEST_SCALE])
 def test_every_code_stands_for_its_value_and_is_kept(scale: int, top: int) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64).clone()
     codes[:, 0] = top  # so that each block needs this scale
     scales = torch.full((4,), scale, dtype=torch.uint8)
     value = decode(codes, scales, top)
     assert torch.equal(value.double(), widened(codes, scales, top))
-    for noise in (None, torch.zeros(4, 64, dtype=torch.int32), torch.full((4, 64), 65535, dtype=torch.int32)):
+    for noise in (None, torch.zeros(4, 64, dtype=torch.int32), torch.full((4, 64), NOISES - 1, dtype=torch.int32)):
         again, same = encode(value, top, noise)
         assert torch.equal(again, codes) and torch.equal(same, scales)
 
 
 @by_top
-@pytest.mark.parametrize("place", [0.0, 2**-14, 0.25, 0.5 + 2**-10, 1 - 2**-12])
+@pytest.mark.parametrize("place", [0.0, 2**-17, 0.25, 0.5 + 2**-10, 1 - 2**-12])
 @pytest.mark.parametrize("code", [0, 1, 15, 16, 60, 126])
 def test_the_share_of_noises_that_round_up_is_the_place(code: int, place: float, top: int) -> None:
-    """All 65536 noises at once, so nothing is left to chance: floor or ceiling of place·65536 of them round up."""
+    """All 2¹⁹ noises at once, so nothing is left to chance: floor or ceiling of place·2¹⁹ of them round up."""
     scale = 120
     low, high = grid(scale, top)[code].item(), grid(scale, top)[code + 1].item()
-    value = torch.full((65536 // 32, 64), low + place * (high - low))
+    value = torch.full((NOISES // 32, 64), low + place * (high - low))
     value[:, 32:] = grid(scale, top)[-1].item()
-    noise = torch.arange(65536, dtype=torch.int32).view(-1, 32).repeat(1, 2)
+    noise = torch.arange(NOISES, dtype=torch.int32).view(-1, 32).repeat(1, 2)
     codes, scales = encode(value, top, noise)
     assert (scales == scale).all()
     rounded = codes[:, :32].long()
     exact = (value[0, 0].double().item() - low) / (high - low)
     assert set(rounded.unique().tolist()) <= {code, code + 1}
-    assert abs(int((rounded == code + 1).sum()) - exact * 65536) <= 1
+    assert abs(int((rounded == code + 1).sum()) - exact * NOISES) <= 1
 
 
+LARGEST_CODED = 1.9375 * 2.0 ** (LARGEST_SCALE - 127)
 finite = st.floats(-LARGEST_CODED, LARGEST_CODED, width=32, allow_nan=False)
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
-@given(st.data(), st.sampled_from(TOPS), st.one_of(st.none(), st.integers(0, 65535)))
+@given(st.data(), st.sampled_from(TOPS), st.one_of(st.none(), st.integers(0, NOISES - 1)))
 def test_blocks_of_any_values(data: st.DataObject, top: int, noise: int | None) -> None:
     """Each value becomes a neighbour on the lowest grid that holds the block: edges, zeros, huge and tiny values."""
     few = data.draw(st.lists(finite, min_size=1, max_size=8))
@@ -128,8 +130,22 @@ def test_blocks_of_any_values(data: st.DataObject, top: int, noise: int | None) 
 
 
 @by_top
+@pytest.mark.parametrize("largest", [LARGEST_CODED * 1.01, 2.0**121, torch.finfo(torch.float32).max])
+def test_a_block_beyond_the_largest_scale_is_divided_until_it_fits(largest: float, top: int) -> None:
+    """By one power of two for the whole block, so that its values keep their proportions."""
+    share = torch.linspace(1, 0, 64, dtype=torch.float64)
+    block = (share * largest).float().view(1, 64)
+    codes, scales = encode(block, top, None)
+    read = widened(codes, scales, top)[0]
+    factor = 2.0 ** round(math.log2(read[0].item() / largest))
+    assert int(scales) == LARGEST_SCALE and 2.0**-9 <= factor < 1
+    step = torch.maximum(block[0].double() * factor / 32, grid(LARGEST_SCALE, top)[1] / 2)
+    assert ((read - block[0].double() * factor).abs() <= step).all()
+
+
+@by_top
 def test_zeros_stay_zeros(top: int) -> None:
-    codes, scales = encode(torch.zeros(2, 64), top, torch.full((2, 64), 65535, dtype=torch.int32))
+    codes, scales = encode(torch.zeros(2, 64), top, torch.full((2, 64), NOISES - 1, dtype=torch.int32))
     assert not codes.any() and torch.equal(decode(codes, scales, top), torch.zeros(2, 64))
 
 
@@ -200,9 +216,9 @@ def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> No
                     continue
                 assert wanted is not None
                 error = (read - wanted).abs()
-                if kept[key].dtype == torch.uint8:  # the step between codes: 1/16 of a binade, or the smallest value
+                if kept[key].dtype == torch.uint8:  # the step between codes: 1/16 of a binade, or of the lowest binade
                     top = EXP_AVG_TOP if key == "exp_avg" else EXP_AVG_SQ_TOP
-                    small = torch.exp2(kept[f"{key}_scale"].double() - 127 - BINADES[top]) * 17 / 16
+                    small = torch.exp2(kept[f"{key}_scale"].double() - 127 - BINADES[top] + 1) / 16 * 1.0001
                     small = small.reshape(-1, 1).expand(-1, 64).reshape(param.shape)
                     assert (error <= torch.maximum(wanted.abs() / 16 * 1.0001, small)).all(), (step, number, key)
                 else:
@@ -499,7 +515,7 @@ def test_codes_without_scales_are_refused() -> None:
         LuminaV(params, **CODED).load_state_dict(file)
 
 
-@pytest.mark.parametrize(("key", "value"), [("exp_avg", 0), ("exp_avg", 255), ("exp_avg_sq", 15), ("exp_avg_sq", 255)])
+@pytest.mark.parametrize(("key", "value"), [("exp_avg", 0), ("exp_avg", 247), ("exp_avg_sq", 18), ("exp_avg_sq", 255)])
 def test_impossible_scales_are_refused(key: str, value: int) -> None:
     """Where there are codes to read by them: what has never been written has scale 0."""
     params = new_params(torch.bfloat16)
@@ -508,7 +524,7 @@ def test_impossible_scales_are_refused(key: str, value: int) -> None:
     file = through_a_file(optimizer.state_dict())
     file["state"][0][f"{key}_scale"][1, 1] = value
     before = state_of(optimizer, params)
-    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}_scale' must be in \[\d+, 254\]. Is the file damaged"):
+    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}_scale' must be in \[\d+, 246\]. Is the file damaged"):
         optimizer.load_state_dict(file)
     assert_same_state(state_of(optimizer, params), before)
     file["state"][0][key].view(-1, 64)[3] = 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, LARGEST_EXPONENT, MANTISSA_BITS, in_blocks
+from luminav.blocks import BLOCK, LARGEST_SCALE, in_blocks, smallest_scale
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
 from luminav.state import (
@@ -213,10 +213,10 @@ def _form_of(
 
 def _check_scales(scales: Tensor, codes: Tensor, key: str, top: int, where: str) -> None:
     """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
-    exponents, lowest = local(scales).view(-1), (top >> MANTISSA_BITS) + 1
-    impossible = (exponents < lowest) | (exponents > LARGEST_EXPONENT)
+    exponents, lowest = local(scales).view(-1), smallest_scale(top)
+    impossible = (exponents < lowest) | (exponents > LARGEST_SCALE)
     if bool((impossible & local(codes).reshape(-1, BLOCK).any(1)).any()):
-        raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_EXPONENT}]. Is the file damaged?")
+        raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_SCALE}]. Is the file damaged?")
 
 
 def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:

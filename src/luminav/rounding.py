@@ -117,15 +117,17 @@ def _low32(word: Word) -> Word:
 
 @dataclass(frozen=True)
 class Noise:
-    """Uniform integers in [0, 65535], int32, one tensor per stream."""
+    """Uniform integers, int32, one tensor per stream: in [0, 65535] for weights, in [0, 2^moment_bits) for moments."""
 
     weight: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor | None
 
 
-def element_noise(key: NoiseKey, index: Tensor, high: Word = 0, *, start: int = 0, exp_avg_sq: bool = True) -> Noise:
-    """16 noise bits per element for each stream.
+def element_noise(
+    key: NoiseKey, index: Tensor, high: Word = 0, *, start: int = 0, exp_avg_sq: bool = True, moment_bits: int = 16
+) -> Noise:
+    """Noise bits per element for each stream, 16 for the weights.
 
     Args:
         key: The parameter's key for this step.
@@ -133,6 +135,7 @@ def element_noise(key: NoiseKey, index: Tensor, high: Word = 0, *, start: int = 
         high: The upper 32 bits of the index, an int or an int32 tensor.
         start: Added to `index`, so that consecutive elements need no tensor of their own.
         exp_avg_sq: Whether the third stream is needed.
+        moment_bits: How many the moments need: as many as rounding cuts off.
 
     Returns:
         The streams, shaped like `index`.
@@ -145,13 +148,13 @@ def element_noise(key: NoiseKey, index: Tensor, high: Word = 0, *, start: int = 
     x.bitwise_xor_(_add32(key.second, _multiply32(high, HIGH_WORD_MULTIPLIERS[1])))
     x.mul_(signed(ELEMENT_MULTIPLIERS[1], 32))
     x.bitwise_xor_(_shift_right(x, 15, 32))
-    third = _stream(x, STREAM_MULTIPLIERS[2]) if exp_avg_sq else None
-    return Noise(_stream(x, STREAM_MULTIPLIERS[0]), _stream(x, STREAM_MULTIPLIERS[1]), third)
+    third = _stream(x, STREAM_MULTIPLIERS[2], moment_bits) if exp_avg_sq else None
+    return Noise(_stream(x, STREAM_MULTIPLIERS[0], 16), _stream(x, STREAM_MULTIPLIERS[1], moment_bits), third)
 
 
-def _stream(x: Tensor, multiplier: int) -> Tensor:
-    """The upper half of one more product, where every bit of x has had its effect."""
-    return (x * signed(multiplier, 32)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+def _stream(x: Tensor, multiplier: int, bits: int) -> Tensor:
+    """The upper bits of one more product, where every bit of x has had its effect."""
+    return (x * signed(multiplier, 32)).bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def _add32(word: Word, term: Word) -> Word:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, block_shape, decode, encode, in_blocks
+from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, block_shape, decode, encode, in_blocks
 from luminav.distributed import is_dtensor, local
 from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
@@ -301,7 +301,7 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
             dense = held.reshape(-1, 1).expand(-1, BLOCK).to(wide)
         state[key] = fresh = kind.first(param, options)
         if coded:
-            codes, scales = encode(dense.clamp(-LARGEST_CODED, LARGEST_CODED).to(torch.float32), top, None)
+            codes, scales = encode(saturated(dense, torch.float32).to(torch.float32), top, None)
             state[f"{key}_scale"] = kinds[f"{key}_scale"].first(param, options)
             local(state[f"{key}_scale"]).view(-1).copy_(scales)
             dense = codes

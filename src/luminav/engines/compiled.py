@@ -89,9 +89,9 @@ class Rows(Bundle):
     def sum(self, flat: Tensor) -> list[Tensor]:
         return [flat.sum(1, dtype=flat.dtype if flat.is_floating_point() else torch.float32)]
 
-    def noise(self, *, exp_avg_sq: bool) -> Noise:
+    def noise(self, *, exp_avg_sq: bool, moment_bits: int = 16) -> Noise:
         column = torch.arange(ROW, dtype=torch.int32, device=self.step.param.device)
-        return element_noise(present_key(self.step), column, exp_avg_sq=exp_avg_sq)
+        return element_noise(present_key(self.step), column, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
 
 
 @dataclass(frozen=True)

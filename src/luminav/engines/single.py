@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from luminav import rule
-from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_CODED, decode, encode
+from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, NOISE_BITS, decode, encode
 from luminav.engines.batch import Batch, Scales, TensorStep
 from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
 from luminav.rounding import (
@@ -87,7 +87,8 @@ class Moment(NamedTuple):
 
     def largest(self, batch: Batch) -> float:
         """To what it saturates."""
-        return LARGEST_CODED if self.in_codes(batch) else largest_finite(present(self.of(batch.steps[0])).dtype)
+        stored = torch.float32 if self.in_codes(batch) else present(self.of(batch.steps[0])).dtype
+        return largest_finite(stored)
 
 
 EXP_AVG = Moment(exp_avg_of, exp_avg_scale_of, EXP_AVG_TOP)
@@ -275,7 +276,8 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         nonfinite: Which weights are not finite, so that they stay as they are; None if all are finite.
     """
     third = way.exp_avg_sq is not None and present(batch.steps[0].exp_avg_sq).dtype in ROUNDED
-    noise = bundle.noise(exp_avg_sq=third) if rounds_stochastically(batch) else None
+    bits = NOISE_BITS if EXP_AVG.in_codes(batch) else 16
+    noise = bundle.noise(exp_avg_sq=third, moment_bits=bits) if rounds_stochastically(batch) else None
     limit = EXP_AVG.largest(batch)
     store_moment(batch, bundle, EXP_AVG, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
     if way.exp_avg_sq is not None:

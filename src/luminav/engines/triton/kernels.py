@@ -76,15 +76,15 @@ def direction_numbers(n, DUAL: tl.constexpr):
 
 @triton.jit
 def gated_direction(
-    g, m, v, beta1, one_minus_beta1, beta2, root_one_minus_beta2, sigma_scale, sigma_floor,
+    g, m, v, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
     DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
     """New moments, gate and gated direction of a block."""
     grad_share = g * one_minus_beta1
-    m = rule.momentum(m, grad_share, beta1)
+    m = rule.momentum(m, grad_share, m_decay)
     ahead = rule.momentum(m, grad_share, beta1)
     if DUAL:
-        v = rule.variance(v, m, g, beta2, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
+        v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
         spread = v[:, None] if SHARED else v
         u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, MATH)
     else:
@@ -102,8 +102,8 @@ def gated_direction(
 @triton.jit
 def lookahead_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -120,12 +120,13 @@ def lookahead_kernel(
     for i in range(ITERATIONS):
         offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
         mask = offsets < left
-        g = load_float(grad, offsets, mask, GRAD)
-        m = load_moment(
-            exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK
-        )
+        g = load_float(grad, offsets, mask, GRAD, MATH)
+        m, m_decay = load_moment(
+            exp_avg, exp_avg_scale, beta1, i * BLOCK, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, MATH,
+            BLOCK,
+        )  # fmt: skip
         share = rule.clean_grad(g, grad_scale, SCALED) * w1
-        ahead = rule.momentum(rule.momentum(m, share, beta1), share, beta1).to(tl.float64)
+        ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
         squares += ahead * ahead
     tl.store(partials + pid.to(tl.int64), total(squares, IN_BLOCKS))
 
@@ -159,15 +160,15 @@ def measure_kernel(
         start_of_tile = i * BLOCK
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
-        raw = load_float(grad, offsets, mask, GRAD)
-        m, v = load_moments(
-            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, offsets, mask,
-            MOMENT, DUAL, SHARED, BLOCK,
+        raw = load_float(grad, offsets, mask, GRAD, MATH)
+        m, v, m_decay, v_decay = load_moments(
+            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, start_of_tile, left, offsets, mask,
+            MOMENT, DUAL, SHARED, MATH, BLOCK,
         )  # fmt: skip
-        p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
+        p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
+            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
         counts += counted(keep, mask, raw, CAUTIOUS)
@@ -209,6 +210,8 @@ def update_kernel(
 ):  # fmt: skip
     """Store new weights and moments; with GATHER also leave each program's share of the sums."""
     pid = tl.program_id(0)
+    if not GATHER:  # from the end, whose elements the measure kernel has just left in the cache
+        pid = tl.num_programs(0) - 1 - pid
     t = tl.load(program_tensor + pid)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
@@ -232,15 +235,15 @@ def update_kernel(
         start_of_tile = i * BLOCK
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
-        raw = load_float(grad, offsets, mask, GRAD)
-        m, v = load_moments(
-            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, offsets, mask,
-            MOMENT, DUAL, SHARED, BLOCK,
+        raw = load_float(grad, offsets, mask, GRAD, MATH)
+        m, v, m_decay, v_decay = load_moments(
+            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, start_of_tile, left, offsets, mask,
+            MOMENT, DUAL, SHARED, MATH, BLOCK,
         )  # fmt: skip
-        before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM)
+        before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, beta1, w1, beta2, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
+            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
@@ -255,18 +258,18 @@ def update_kernel(
         if MASTER_FORM != NO_MASTER:
             store_master(master, param, offsets, write, moved, before, finite, PARAM_TYPE, MASTER_FORM)
         else:
-            noise = rounding.stream(x, rounding.WEIGHT_STREAM)
+            noise = rounding.stream(x, rounding.WEIGHT_STREAM, 16)
             store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
-        noise = rounding.stream(x, rounding.EXP_AVG_STREAM)
+        noise = rounding.moment_stream(x, rounding.EXP_AVG_STREAM, MOMENT)
         store_moment(
             exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
-            rounding.EXP_AVG_TOP, False, STOCHASTIC, BLOCK,
+            rounding.EXP_AVG_TOP, False, STOCHASTIC, MATH, BLOCK,
         )  # fmt: skip
         if DUAL:
-            noise = rounding.stream(x, rounding.EXP_AVG_SQ_STREAM)
+            noise = rounding.moment_stream(x, rounding.EXP_AVG_SQ_STREAM, MOMENT)
             store_moment(
                 exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
-                rounding.EXP_AVG_SQ_TOP, SHARED, STOCHASTIC, BLOCK,
+                rounding.EXP_AVG_SQ_TOP, SHARED, STOCHASTIC, MATH, BLOCK,
             )  # fmt: skip
     if GATHER:
         store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)

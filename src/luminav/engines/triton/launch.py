@@ -236,7 +236,7 @@ class Launch:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
         self._launch(
             ("lookahead", self.scaled), kernels.lookahead_kernel, self.num_programs_in_all,
-            *self._common(), self.lookahead_partials, **self._types(), **self._shape(MEASURE),
+            *self._common(), self.lookahead_partials, MATH=self.math, **self._types(), **self._shape(MEASURE),
         )  # fmt: skip
         self._launch(
             ("rms",), scalars.rms_kernel, len(self.steps_of),

@@ -110,40 +110,48 @@ def state_pointers(pointers, t, start, MOMENT: tl.constexpr, SHARED: tl.constexp
 
 @triton.jit
 def load_moment(
-    pointer, scales, first, left, offsets, mask, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    pointer, scales, beta, first, left, offsets, mask, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
+    MATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A moment as FP32, widened from 8-bit codes where those are kept; where SHARED one element per row."""
+    """A moment as FP32, where SHARED one element per row, and what it decays by.
+
+    The factor of 8-bit codes goes with the decay rate, which is what multiplies a moment first.
+    """
     if SHARED:
         rows, inside = block_tile(first, left, BLOCK)
-        return tl.load(pointer + rows, mask=inside, other=0.0)
+        return tl.load(pointer + rows, mask=inside, other=0.0), beta
     elif tl.uint8 == TYPE:
         rows, inside = block_tile(first, left, BLOCK)
-        scale = tl.load(scales + rows, mask=inside, other=0)
-        return rounding.decode(tl.load(pointer + offsets, mask=mask, other=0), scale, TOP)
+        scale = tl.load((scales + rows)[:, None], mask=inside[:, None], other=0).to(tl.int32)
+        codes = tl.load(pointer + offsets, mask=mask, other=0)
+        value, factor = rounding.decode(codes, scale, TOP, MATH != rule.PORTABLE)
+        return value, factor * beta
     else:
-        return load_float(pointer, offsets, mask, TYPE)
+        return load_float(pointer, offsets, mask, TYPE, MATH), beta
 
 
 @triton.jit
 def load_moments(
-    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left, offsets, mask,
-    MOMENT: tl.constexpr, DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, first, left, offsets, mask,
+    MOMENT: tl.constexpr, DUAL: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """exp_avg and exp_avg_sq; with one buffer the first in place of the second."""
-    m = load_moment(exp_avg, exp_avg_scale, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, BLOCK)
-    v = m
+    """exp_avg and exp_avg_sq with what they decay by; with one buffer the first in place of the second."""
+    m, m_decay = load_moment(
+        exp_avg, exp_avg_scale, beta1, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, MATH, BLOCK
+    )
+    v, v_decay = m, m_decay
     if DUAL:
-        v = load_moment(
-            exp_avg_sq, exp_avg_sq_scale, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_SQ_TOP, SHARED, BLOCK
-        )
-    return m, v
+        v, v_decay = load_moment(
+            exp_avg_sq, exp_avg_sq_scale, beta2, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_SQ_TOP, SHARED,
+            MATH, BLOCK,
+        )  # fmt: skip
+    return m, v, m_decay, v_decay
 
 
 @triton.jit
 def store_moment(
     pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, TOP: tl.constexpr,
-    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
     if SHARED:
@@ -151,25 +159,26 @@ def store_moment(
         tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
     elif tl.uint8 == TYPE:
         rows, inside = block_tile(first, left, BLOCK)
-        codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC)
+        codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC, MATH != rule.PORTABLE)
         tl.store(pointer + offsets, codes, mask=mask)
-        tl.store(scales + rows, scale, mask=inside)
+        tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])
     else:
         store_rounded(pointer, offsets, mask, x, noise, TYPE, STOCHASTIC)
 
 
 @triton.jit
-def load_float(pointer, offsets, mask, TYPE: tl.constexpr):
-    """Values as FP32, 0 outside the mask. The interpreter misses the subnormals of BF16, so there we widen."""
-    if INTERPRETED and tl.bfloat16 == TYPE:
+def load_float(pointer, offsets, mask, TYPE: tl.constexpr, MATH: tl.constexpr):
+    """Values as FP32, 0 outside the mask. BF16 is widened by hand: interpreters miss its subnormals, compilers take
+    three instructions for two elements."""
+    if tl.bfloat16 == TYPE:
         bits = tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
-        return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        return rounding.from_bf16_bits(bits, MATH != rule.PORTABLE)
     else:
         return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.constexpr):
+def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
     """Weights in full, as FP32."""
     if FORM == WHOLE_MASTER:
         return tl.load(master + offsets, mask=mask, other=0.0)
@@ -178,7 +187,7 @@ def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.const
         lower = tl.load(master + offsets, mask=mask, other=0).to(tl.int32)
         return rounding.join_master(upper, lower)
     else:
-        return load_float(param, offsets, mask, TYPE)
+        return load_float(param, offsets, mask, TYPE, MATH)
 
 
 @triton.jit
@@ -195,7 +204,9 @@ def store_rounded(pointer, offsets, mask, x, noise, TYPE: tl.constexpr, STOCHAST
 
 @triton.jit
 def saturate(x, TYPE: tl.constexpr):
-    """x within the finite range of TYPE."""
+    """x within the finite range of TYPE; 8-bit codes have that of FP32, in which every moment is."""
+    if tl.uint8 == TYPE:
+        return x
     return tl.minimum(tl.maximum(x, -largest(TYPE)), largest(TYPE))
 
 
@@ -206,8 +217,6 @@ def largest(TYPE: tl.constexpr):
         return rounding.BF16_MAX
     elif tl.float16 == TYPE:
         return rounding.FP16_MAX
-    elif tl.uint8 == TYPE:
-        return rounding.LARGEST_CODED
     else:
         return rule.FP32_MAX
 

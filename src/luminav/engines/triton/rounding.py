@@ -33,11 +33,13 @@ EXP_AVG_TOP = tl.constexpr(blocks.EXP_AVG_TOP)
 EXP_AVG_SQ_TOP = tl.constexpr(blocks.EXP_AVG_SQ_TOP)
 MANTISSAS = tl.constexpr(1 << blocks.MANTISSA_BITS)
 ULP = tl.constexpr(1 << blocks.SHIFT)
-NOISE_SHIFT = tl.constexpr(blocks.SHIFT - 16)
-ONE = tl.constexpr(0x3F800000)
+NOISE_BITS = tl.constexpr(blocks.NOISE_BITS)
+FP16_SHIFT = tl.constexpr(blocks.FP16_SHIFT)
 SIGN = tl.constexpr(blocks.SIGN)
 HALF = tl.constexpr(blocks.HALF)
-LARGEST_CODED = tl.constexpr(blocks.LARGEST_CODED)
+UP = tl.constexpr(blocks.UP)
+SMALLEST_SCALE = tl.constexpr(blocks.smallest_scale(0))
+LARGEST_SCALE = tl.constexpr(blocks.LARGEST_SCALE)
 
 
 @triton.jit
@@ -66,9 +68,26 @@ def element_hash(first, second, low):
 
 
 @triton.jit
-def stream(x, MULTIPLIER: tl.constexpr):
-    """16 noise bits of one stream, uint32."""
-    return (x * MULTIPLIER) >> 16
+def stream(x, MULTIPLIER: tl.constexpr, BITS: tl.constexpr):
+    """Noise bits of one stream, uint32."""
+    return (x * MULTIPLIER) >> (32 - BITS)
+
+
+@triton.jit
+def moment_stream(x, MULTIPLIER: tl.constexpr, MOMENT: tl.constexpr):
+    """Noise bits of a moment's stream: as many as its storage type cuts off."""
+    return stream(x, MULTIPLIER, NOISE_BITS if tl.uint8 == MOMENT else 16)
+
+
+@triton.jit
+def from_bf16_bits(bits, PTX: tl.constexpr):
+    """FP32 from uint16 bit patterns of BF16; with PTX two at a time."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [bits], tl.float32, is_pure=True, pack=2
+        )
+    else:
+        return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -119,42 +138,87 @@ def nearest_bf16_bits(master):
 
 
 @triton.jit
-def code_base(scale, TOP: tl.constexpr):
-    """The FP32 patterns that stand for code 0, as a column, from int32 scales."""
-    return ((scale - TOP // MANTISSAS) << 23)[:, None]
+def power_of_two(exponents):
+    """FP32 powers of two with these biased exponents."""
+    return (exponents << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decode(codes, scales, TOP: tl.constexpr):
-    """FP32 [blocks, 64] from uint8 codes and uint8 scales [blocks]."""
-    code = codes.to(tl.int32)
-    magnitude = code & TOP
-    bits = tl.where(magnitude > 0, (magnitude << SHIFT) + code_base(scales.to(tl.int32), TOP), 0)
-    if TOP < SIGN:
-        bits = bits | ((code & SIGN) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def encode(x, noise, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """uint8 codes and scales of FP32 [blocks, 64]; `noise` is uint32 in [0, 65535], unused for nearest.
-
-    To the bits of ``luminav.blocks.encode`` in fewer instructions, which are what an 8-bit step waits for: 1 +
-    noise/2¹⁶ is a bit pattern, and of values raised to the smallest one a threshold decides which are 0.
-    """
-    magnitude = tl.abs(x)
-    largest = tl.max(magnitude, 1).to(tl.int32, bitcast=True)
-    scale = tl.maximum((largest + (ULP - 1)) >> 23, TOP // MANTISSAS + 1)
-    base = code_base(scale, TOP)
-    smallest = (base + ULP).to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        place = noise.to(tl.int32)
+def decode(codes, scales, TOP: tl.constexpr, PTX: tl.constexpr):
+    """uint8 codes [blocks, 64] as FP32, and the factors that make them values, from int32 scales [blocks, 1]."""
+    if PTX:
+        value = tl.inline_asm_elementwise(
+            UNPACK_SIGNED if TOP < SIGN else UNPACK, "=f,=f,=f,=f,r", [codes], dtype=tl.float32, is_pure=True, pack=4
+        )
     else:
-        place = tl.full(x.shape, HALF, tl.int32)
-    one_and_place = ((place << 7) | ONE).to(tl.float32, bitcast=True)
-    above_zero = magnitude > tl.fma(one_and_place, smallest, -smallest)
-    raised = tl.maximum(magnitude, smallest).to(tl.int32, bitcast=True)
-    code = tl.where(above_zero, (raised - base + (place << NOISE_SHIFT)) >> SHIFT, 0)
-    if TOP < SIGN:
-        code = code | ((x.to(tl.int32, bitcast=True) >> 24) & SIGN)
-    return code.to(tl.uint8), scale.to(tl.uint8)
+        code = codes.to(tl.int32)
+        pattern = (code & TOP) << FP16_SHIFT
+        if TOP < SIGN:
+            pattern = pattern | ((code & SIGN) << 8)
+        value = pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return value, power_of_two(scales + (15 - TOP // MANTISSAS))
+
+
+@triton.jit
+def encode(x, noise, TOP: tl.constexpr, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """uint8 codes and int32 scales [blocks, 1] of FP32 [blocks, 64]; `noise` is uint32, unused for nearest.
+
+    The device must have FP32's subnormals. With PTX four codes are packed at a time.
+    """
+    largest = tl.max(tl.abs(x), 1, keep_dims=True).to(tl.int32, bitcast=True)
+    scale = tl.maximum((largest + (ULP - 1)) >> 23, TOP // MANTISSAS + SMALLEST_SCALE)
+    DOWN: tl.constexpr = 2.0 ** (127 - UP + TOP // MANTISSAS)
+    pattern = (x * power_of_two(-scale + UP) * DOWN).to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        pattern += noise.to(tl.int32, bitcast=True)
+    else:
+        pattern += HALF
+    if PTX:
+        code = tl.inline_asm_elementwise(
+            PACK_SIGNED if TOP < SIGN else PACK, "=r,r,r,r,r", [pattern], dtype=tl.uint8, is_pure=True, pack=4
+        )
+    else:
+        code = (pattern >> SHIFT) & TOP
+        if TOP < SIGN:
+            code = code | ((pattern >> 24) & SIGN)
+        code = code.to(tl.uint8)
+    return code, tl.minimum(scale, LARGEST_SCALE)
+
+
+# Bytes, lowest first, to FP16 patterns: a byte is put into the upper half of each 16 bits and moved down.
+_UNPACK = """{{
+    .reg .b32 low, high, moved;
+    .reg .b16 a, b;
+    prmt.b32 low, $4, 0, 0x1404;
+    prmt.b32 high, $4, 0, 0x3424;
+    {low}
+    {high}
+    mov.b32 {{a, b}}, low;
+    cvt.f32.f16 $0, a;
+    cvt.f32.f16 $1, b;
+    mov.b32 {{a, b}}, high;
+    cvt.f32.f16 $2, a;
+    cvt.f32.f16 $3, b;
+}}"""
+_MOVE = "shr.u32 {0}, {0}, 2;"
+_MOVE_SIGNED = """shr.u32 moved, {0}, 2;
+    and.b32 moved, moved, 0x1fc01fc0;
+    lop3.b32 {0}, {0}, 0x80008000, moved, 0xEA; // its sign, and the rest moved"""
+UNPACK = tl.constexpr(_UNPACK.format(low=_MOVE.format("low"), high=_MOVE.format("high")))
+UNPACK_SIGNED = tl.constexpr(_UNPACK.format(low=_MOVE_SIGNED.format("low"), high=_MOVE_SIGNED.format("high")))
+
+# FP32 patterns with a code at bit 19 to bytes: the upper halves of two at a time, moved down by three.
+_PACK = """{{
+    .reg .b32 low, high, sign;
+    prmt.b32 low, $1, $2, 0x7632;
+    prmt.b32 high, $3, $4, 0x7632;
+    {low}
+    {high}
+    prmt.b32 $0, low, high, 0x6420;
+}}"""
+_DROP = "shr.u32 {0}, {0}, 3;"
+_DROP_SIGNED = """shr.u32 sign, {0}, 8;
+    shr.u32 {0}, {0}, 3;
+    lop3.b32 {0}, {0}, sign, 0x007f007f, 0xE4; // 7 bits of the first, the one above of the second"""
+PACK = tl.constexpr(_PACK.format(low=_DROP.format("low"), high=_DROP.format("high")))
+PACK_SIGNED = tl.constexpr(_PACK.format(low=_DROP_SIGNED.format("low"), high=_DROP_SIGNED.format("high")))

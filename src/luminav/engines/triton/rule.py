@@ -121,9 +121,10 @@ def single_direction(lookahead, rms_denominator, alpha_ss, MATH: tl.constexpr):
 
 @triton.jit
 def cautious_mask(lookahead, grad):
-    """True where m̃ and g have the same non-zero sign; on the sign bits, since a product could underflow."""
-    signs = lookahead.to(tl.int32, bitcast=True) ^ grad.to(tl.int32, bitcast=True)
-    return (signs >= 0) & (grad != 0.0) & (lookahead != 0.0)
+    """True where m̃ and g have the same non-zero sign: m̃ times the sign of g, by its bit, is positive."""
+    sign = grad.to(tl.int32, bitcast=True) & -0x80000000
+    signed = (lookahead.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return (signed > 0.0) & (grad != 0.0)
 
 
 # ---- scales: a few numbers per tensor, in FP64 -----------------------------------------------------------------------

@@ -34,8 +34,8 @@ def small_programs() -> None:
     """In the interpreter, a program's share of a tensor as small as these tensors are: it computes whole blocks."""
     from luminav.engines.triton import launch
 
-    launch.MEASURE = replace(launch.MEASURE, block=64, iterations=1)
-    launch.UPDATE = replace(launch.UPDATE, block=64, iterations=1)
+    launch.IN_WHOLE = replace(launch.IN_WHOLE, block=64, iterations=1)
+    launch.IN_CODES = replace(launch.IN_CODES, block=64, iterations=1)
     launch.SPAN = 64
 
 

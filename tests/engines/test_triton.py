@@ -101,7 +101,7 @@ BLOCK_MODES: dict[str, dict[str, Any]] = {
 def test_state_in_blocks(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit codes and shared variances: a last program with half its rows, an all-zero block and a huge one."""
     if INTERPRETED:
-        for name in ("MEASURE", "UPDATE"):
+        for name in ("IN_WHOLE", "IN_CODES"):
             monkeypatch.setattr(launch, name, replace(getattr(launch, name), block=1024, iterations=2))
         monkeypatch.setattr(launch, "SPAN", 2048)
     makers = weights([(80, 64), (67,)], dtype)

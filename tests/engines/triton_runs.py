@@ -45,8 +45,8 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if INTERPRETED:
         from luminav.engines.triton import launch
 
-        monkeypatch.setattr(launch, "MEASURE", replace(launch.MEASURE, block=BLOCK, iterations=ITERATIONS))
-        monkeypatch.setattr(launch, "UPDATE", replace(launch.UPDATE, block=BLOCK, iterations=ITERATIONS))
+        monkeypatch.setattr(launch, "IN_WHOLE", replace(launch.IN_WHOLE, block=BLOCK, iterations=ITERATIONS))
+        monkeypatch.setattr(launch, "IN_CODES", replace(launch.IN_CODES, block=BLOCK, iterations=ITERATIONS))
         monkeypatch.setattr(launch, "SPAN", SPAN)
 
 

@@ -14,10 +14,9 @@ import triton.language as tl
 from luminav.engines.triton import rounding, rule
 from luminav.engines.triton.memory import (
     largest,
-    load_float,
     load_moment,
-    load_moments,
-    load_weight,
+    load_stored,
+    load_tile,
     master_pointer,
     noise_words,
     place,
@@ -29,6 +28,9 @@ from luminav.engines.triton.memory import (
     tensor_pointer,
     tile,
     total,
+    widen,
+    widen_moment,
+    widen_weight,
     zeros,
 )
 from luminav.engines.triton.tables import (
@@ -72,6 +74,19 @@ def direction_numbers(n, DUAL: tl.constexpr):
         sigma_scale = tl.load(n + RMS_DENOMINATOR)
         sigma_floor = tl.load(n + ALPHA_SS)
     return beta1, one_minus_beta1, beta2, root_one_minus_beta2, sigma_scale, sigma_floor
+
+
+@triton.jit
+def widen_moments(
+    m, v, m_scale, v_scale, beta1, beta2, MOMENT: tl.constexpr, DUAL: tl.constexpr, SHARED: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """exp_avg and exp_avg_sq as FP32 with what they decay by; with one buffer the first in place of the second."""
+    m, m_decay = widen_moment(m, m_scale, beta1, MOMENT, rounding.EXP_AVG_TOP, False, MATH)
+    v_decay = m_decay
+    if DUAL:
+        v, v_decay = widen_moment(v, v_scale, beta2, MOMENT, rounding.EXP_AVG_SQ_TOP, SHARED, MATH)
+    return m, v, m_decay, v_decay
 
 
 @triton.jit
@@ -120,11 +135,9 @@ def lookahead_kernel(
     for i in range(ITERATIONS):
         offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
         mask = offsets < left
-        g = load_float(grad, offsets, mask, GRAD, MATH)
-        m, m_decay = load_moment(
-            exp_avg, exp_avg_scale, beta1, i * BLOCK, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, MATH,
-            BLOCK,
-        )  # fmt: skip
+        g = widen(load_stored(grad, offsets, mask, GRAD), GRAD, MATH)
+        m, scale = load_moment(exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, False, BLOCK)
+        m, m_decay = widen_moment(m, scale, beta1, MOMENT, rounding.EXP_AVG_TOP, False, MATH)
         share = rule.clean_grad(g, grad_scale, SCALED) * w1
         ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
         squares += ahead * ahead
@@ -157,15 +170,14 @@ def measure_kernel(
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     for i in range(ITERATIONS):
-        start_of_tile = i * BLOCK
-        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
-        mask = offsets < left
-        raw = load_float(grad, offsets, mask, GRAD, MATH)
-        m, v, m_decay, v_decay = load_moments(
-            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, start_of_tile, left, offsets, mask,
-            MOMENT, DUAL, SHARED, MATH, BLOCK,
+        mask = tile(i * BLOCK, BLOCK, IN_BLOCKS) < left
+        raw, p, remainder, m, v, m_scale, v_scale = load_tile(
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left,
+            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
-        p = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM, MATH)
+        raw = widen(raw, GRAD, MATH)
+        p = widen_weight(p, remainder, PARAM_TYPE, MASTER_FORM, MATH)
+        m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
             g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
@@ -235,12 +247,13 @@ def update_kernel(
         start_of_tile = i * BLOCK
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left
-        raw = load_float(grad, offsets, mask, GRAD, MATH)
-        m, v, m_decay, v_decay = load_moments(
-            exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, start_of_tile, left, offsets, mask,
-            MOMENT, DUAL, SHARED, MATH, BLOCK,
+        raw, p, remainder, m, v, m_scale, v_scale = load_tile(
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left,
+            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
-        before = load_weight(param, master, offsets, mask, PARAM_TYPE, MASTER_FORM, MATH)
+        raw = widen(raw, GRAD, MATH)
+        before = widen_weight(p, remainder, PARAM_TYPE, MASTER_FORM, MATH)
+        m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
             g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH

@@ -7,7 +7,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from luminav.engines.triton import tables as columns
 from luminav.hyperparameters import Options
 from luminav.rule import NUM_SUMS
 
-ROWS = 1024  # partials added at a time by the scales kernel
+ROWS = 2048  # partials added at a time by the scales kernel
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,11 @@ _read_by_graphs: list[Tensor] = []  # for good: a captured graph may outlive the
 INTERPRETED = memory.INTERPRETED.value
 RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
-MEASURE = Shape(1024, 8, 4, 96)
-UPDATE = Shape(1024, 8, 4, 96)
-SPAN = UPDATE.block * UPDATE.iterations  # elements of a program; the same in MEASURE, since they share tables
-assert SPAN == MEASURE.block * MEASURE.iterations < 1 << 15  # two counts of so many elements share 32 bits
+SPAN = 1 << 13
+"""Elements of a program. Below 2¹⁵, since two counts of so many elements share 32 bits."""
+IN_WHOLE = Shape(1024, SPAN >> 10, 4, 96)
+IN_CODES = Shape(256, SPAN >> 8, 1, 128)
+"""A program of one warp: scales change hands within it, and no warp waits for another."""
 
 TRITON_TYPES = {
     torch.float16: tl.float16,
@@ -73,6 +74,13 @@ class Kind:
     stochastic: bool
     aligned: bool
     """Addresses and lengths are multiples of 16, so that loads and stores are vectors."""
+
+    @property
+    def shape(self) -> Shape:
+        """How its programs are laid out."""
+        if self.moment != torch.uint8:
+            return replace(IN_WHOLE, maxnreg=104) if self.master == columns.SPLIT_MASTER.value else IN_WHOLE
+        return replace(IN_CODES, maxnreg=96) if self.shared else IN_CODES  # one moment less to encode
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
@@ -236,7 +244,7 @@ class Launch:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
         self._launch(
             ("lookahead", self.scaled), kernels.lookahead_kernel, self.num_programs_in_all,
-            *self._common(), self.lookahead_partials, MATH=self.math, **self._types(), **self._shape(MEASURE),
+            *self._common(), self.lookahead_partials, MATH=self.math, **self._types(), **self._shape(),
         )  # fmt: skip
         self._launch(
             ("rms",), scalars.rms_kernel, len(self.steps_of),
@@ -250,7 +258,7 @@ class Launch:
         self._launch(
             ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
             *self._common(), self.partials, PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
-            DUAL=kind.dual, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(), **self._shape(MEASURE),
+            DUAL=kind.dual, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(), **self._shape(),
         )  # fmt: skip
 
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
@@ -270,7 +278,7 @@ class Launch:
             *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
             MASTER_FORM=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
             STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset, **self._types(),
-            **self._shape(UPDATE),
+            **self._shape(),
         )  # fmt: skip
 
     def set_denominators(self, per_tensor: Tensor | None, rows: Tensor) -> None:
@@ -336,7 +344,8 @@ class Launch:
             "ALIGNED": kind.aligned, "SHARED": kind.shared,
         }  # fmt: skip
 
-    def _shape(self, shape: Shape) -> dict[str, Any]:
+    def _shape(self) -> dict[str, Any]:
+        shape = self.kind.shape
         options: dict[str, Any] = {
             "BLOCK": shape.block, "ITERATIONS": shape.iterations, "num_warps": shape.num_warps,
         }  # fmt: skip

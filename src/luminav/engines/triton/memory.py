@@ -110,42 +110,59 @@ def state_pointers(pointers, t, start, MOMENT: tl.constexpr, SHARED: tl.constexp
 
 @triton.jit
 def load_moment(
-    pointer, scales, beta, first, left, offsets, mask, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr,
-    MATH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A moment as FP32, where SHARED one element per row, and what it decays by.
+    pointer, scales, first, left, offsets, mask, TYPE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """A moment as it is stored, where SHARED one element per row; and the scales of 8-bit codes, [rows, 1]."""
+    rows, inside = block_tile(first, left, BLOCK)
+    if SHARED:
+        return tl.load(pointer + rows, mask=inside, other=0.0), 0
+    elif tl.uint8 == TYPE:
+        scale = tl.load((scales + rows)[:, None], mask=inside[:, None], other=0)
+        return tl.load(pointer + offsets, mask=mask, other=0), scale
+    else:
+        return load_stored(pointer, offsets, mask, TYPE), 0
+
+
+@triton.jit
+def widen_moment(stored, scale, beta, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr):
+    """A moment as FP32, and what it decays by.
 
     The factor of 8-bit codes goes with the decay rate, which is what multiplies a moment first.
     """
     if SHARED:
-        rows, inside = block_tile(first, left, BLOCK)
-        return tl.load(pointer + rows, mask=inside, other=0.0), beta
+        return stored, beta
     elif tl.uint8 == TYPE:
-        rows, inside = block_tile(first, left, BLOCK)
-        scale = tl.load((scales + rows)[:, None], mask=inside[:, None], other=0).to(tl.int32)
-        codes = tl.load(pointer + offsets, mask=mask, other=0)
-        value, factor = rounding.decode(codes, scale, TOP, MATH != rule.PORTABLE)
+        value, factor = rounding.decode(stored, scale.to(tl.int32), TOP, MATH != rule.PORTABLE)
         return value, factor * beta
     else:
-        return load_float(pointer, offsets, mask, TYPE, MATH), beta
+        return widen(stored, TYPE, MATH), beta
 
 
 @triton.jit
-def load_moments(
-    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, beta1, beta2, first, left, offsets, mask,
-    MOMENT: tl.constexpr, DUAL: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
+def load_tile(
+    grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left,
+    GRAD: tl.constexpr, PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, MOMENT: tl.constexpr,
+    DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """exp_avg and exp_avg_sq with what they decay by; with one buffer the first in place of the second."""
-    m, m_decay = load_moment(
-        exp_avg, exp_avg_scale, beta1, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_TOP, False, MATH, BLOCK
-    )
-    v, v_decay = m, m_decay
+    """All of a tile as it is stored: gradient, weight, remainder, and the moments with their scales.
+
+    What is not there is 0, a whole master stands in place of the weight, and exp_avg in place of exp_avg_sq.
+    """
+    offsets = tile(first, BLOCK, SHARED or tl.uint8 == MOMENT)
+    mask = offsets < left
+    g = load_stored(grad, offsets, mask, GRAD)
+    m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, offsets, mask, MOMENT, False, BLOCK)
+    v, v_scale = m, m_scale
     if DUAL:
-        v, v_decay = load_moment(
-            exp_avg_sq, exp_avg_sq_scale, beta2, first, left, offsets, mask, MOMENT, rounding.EXP_AVG_SQ_TOP, SHARED,
-            MATH, BLOCK,
-        )  # fmt: skip
-    return m, v, m_decay, v_decay
+        v, v_scale = load_moment(exp_avg_sq, exp_avg_sq_scale, first, left, offsets, mask, MOMENT, SHARED, BLOCK)
+    remainder = 0
+    if MASTER_FORM == WHOLE_MASTER:
+        p = tl.load(master + offsets, mask=mask, other=0.0)
+    else:
+        p = load_stored(param, offsets, mask, PARAM_TYPE)
+        if MASTER_FORM == SPLIT_MASTER:
+            remainder = tl.load(master + offsets, mask=mask, other=0)
+    return g, p, remainder, m, v, m_scale, v_scale
 
 
 @triton.jit
@@ -167,27 +184,36 @@ def store_moment(
 
 
 @triton.jit
-def load_float(pointer, offsets, mask, TYPE: tl.constexpr, MATH: tl.constexpr):
-    """Values as FP32, 0 outside the mask. BF16 is widened by hand: interpreters miss its subnormals, compilers take
-    three instructions for two elements."""
+def load_stored(pointer, offsets, mask, TYPE: tl.constexpr):
+    """Values as they are stored, 0 outside the mask; of BF16 the bit patterns."""
     if tl.bfloat16 == TYPE:
-        bits = tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
-        return rounding.from_bf16_bits(bits, MATH != rule.PORTABLE)
+        return tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
     else:
-        return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+        return tl.load(pointer + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_weight(param, master, offsets, mask, TYPE: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
+def widen(stored, TYPE: tl.constexpr, MATH: tl.constexpr):
+    """FP32 from what :func:`load_stored` gives.
+
+    BF16 is widened by hand: interpreters miss its subnormals, and compilers take three instructions for two elements.
+    """
+    if tl.bfloat16 == TYPE:
+        return rounding.from_bf16_bits(stored, MATH != rule.PORTABLE)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def widen_weight(stored, remainder, TYPE: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr):
     """Weights in full, as FP32."""
     if FORM == WHOLE_MASTER:
-        return tl.load(master + offsets, mask=mask, other=0.0)
+        return stored
     elif FORM == SPLIT_MASTER:
-        upper = tl.load(param.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0).to(tl.uint32) << 16
-        lower = tl.load(master + offsets, mask=mask, other=0).to(tl.int32)
-        return rounding.join_master(upper, lower)
+        upper = rounding.from_bf16_bits(stored, MATH != rule.PORTABLE).to(tl.uint32, bitcast=True)
+        return rounding.join_master(upper, remainder.to(tl.int32))
     else:
-        return load_float(param, offsets, mask, TYPE, MATH)
+        return widen(stored, TYPE, MATH)
 
 
 @triton.jit

@@ -124,7 +124,7 @@ def cautious_mask(lookahead, grad):
     """True where m̃ and g have the same non-zero sign: m̃ times the sign of g, by its bit, is positive."""
     sign = grad.to(tl.int32, bitcast=True) & -0x80000000
     signed = (lookahead.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
-    return (signed > 0.0) & (grad != 0.0)
+    return (grad != 0.0) & (signed > 0.0)
 
 
 # ---- scales: a few numbers per tensor, in FP64 -----------------------------------------------------------------------

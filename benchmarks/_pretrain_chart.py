@@ -1,4 +1,8 @@
-"""The chart of bench_pretrain.py's rows: loss, memory and optimizer time."""
+"""The chart of bench_pretrain.py's rows: loss, memory and optimizer time.
+
+Losses and memory are those of full-length runs, which may have shared a GPU; times are those recorded last, in runs of
+any length, since only a process that has its GPU for itself records them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from _charts import IMAGES, OTHERS, OURS, panels, save
+from _pretrain_linear import FLA, TORCH
 
 IMAGE = IMAGES / "pretrain.png"
 PUBLIC = "#e0a899"
@@ -15,17 +20,31 @@ Figures = dict[str, dict[str, float]]
 
 
 def latest_figures(path: Path, steps: int) -> Figures:
-    """The figures recorded last for each contender of full-length runs; what failed last has none."""
-    found: Figures = {}
+    """The figures recorded last for each contender of full-length runs; what failed last has none.
+
+    Runs with flash-linear-attention if there are any, else those in plain torch: never both in one chart.
+    """
+    found: dict[str, Figures] = {TORCH: {}, FLA: {}}
+    timed: dict[str, dict[str, float]] = {TORCH: {}, FLA: {}}
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            kind, model, name, *rest = [*row["case"].split("/"), "", ""]
-            if (kind, model) != ("pretrain", "qwen4b") or rest[0] != f"steps-{steps}" or not rest[1]:
+            pretrain, model, *words = row["case"].split("/")
+            if (pretrain, model) != ("pretrain", "qwen4b") or row["value"].startswith("failed"):
                 continue
-            if rest[1] in ("checkpointing",) or rest[1].startswith("limit-") or row["value"].startswith("failed"):
+            linear = FLA if words[0] == FLA else TORCH
+            name, *words = words[1:] if linear == FLA else words
+            length = words.pop(0) if words and words[0].startswith("steps-") else ""
+            if not words or words[0] == "checkpointing" or words[0].startswith("limit-"):
                 continue
-            found.setdefault(name, {})["/".join(filter(None, rest[1:]))] = float(row["value"])
-    return found
+            if words == ["optimizer_ms"]:
+                timed[linear][name] = float(row["value"])
+            elif length == f"steps-{steps}":
+                found[linear].setdefault(name, {})["/".join(words)] = float(row["value"])
+    linear = FLA if found[FLA] else TORCH
+    for name, values in found[linear].items():
+        if name in timed[linear]:
+            values["optimizer_ms"] = timed[linear][name]
+    return found[linear]
 
 
 def colour_of(name: str) -> str:

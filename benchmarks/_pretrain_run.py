@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _pretrain_linear import FLA, TORCH, prepare, ran_fla, versions
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +117,7 @@ class Job:
     checkpointing: bool = False
     limit_gib: float | None = None
     tiny: bool = False
+    linear_attention: str = TORCH
 
 
 TINY = {
@@ -123,6 +125,14 @@ TINY = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "eos_token_id": 0,
 }  # fmt: skip
+
+
+def model_config(tiny: bool) -> dict[str, Any]:
+    """The architecture's numbers."""
+    config: dict[str, Any] = json.loads(CONFIG.read_text(encoding="utf-8"))
+    if tiny:
+        config |= {**TINY, "layer_types": config["layer_types"][: TINY["num_hidden_layers"]]}
+    return config
 
 
 def text_tokens(vocab_size: int, count: int) -> Tensor:
@@ -202,9 +212,8 @@ def train(job: Job) -> dict[str, float]:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(job.limit_gib * GIB / total)
     contender = CONTENDERS[job.contender]
-    config = json.loads(CONFIG.read_text(encoding="utf-8"))
-    if job.tiny:
-        config |= {**TINY, "layer_types": config["layer_types"][: TINY["num_hidden_layers"]]}
+    config = model_config(job.tiny)
+    prepare(job.linear_attention)
     model = build_model(config, device, torch.float32 if contender.dtype == "fp32" else torch.bfloat16)
     if job.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
@@ -240,6 +249,8 @@ def _steps(
         began = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16) if contender.dtype == "fp32" else nullcontext():
             loss = loss_of(model, tokens[step])
+        if step == 0 and ran_fla(loss) != (job.linear_attention == FLA):
+            raise RuntimeError(f"--linear-attention {job.linear_attention} was asked for and is not what ran.")
         loss.backward()
         if cuda:
             marks[0].record()
@@ -277,5 +288,9 @@ def package_file(package: str) -> str:
 
 if __name__ == "__main__":
     told = Job(**json.loads(sys.argv[1]))
-    answer = {"figures": train(told), "luminav": package_file(CONTENDERS[told.contender].package)}
+    answer = {
+        "figures": train(told),
+        "luminav": package_file(CONTENDERS[told.contender].package),
+        "versions": versions(told.linear_attention),
+    }
     Path(told.report).write_text(json.dumps(answer), encoding="utf-8")

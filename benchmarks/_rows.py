@@ -8,7 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,15 +21,21 @@ RESULTS = Path(__file__).with_name("results.csv")
 COLUMNS = ("case", "value", "unit", "device", "versions", "commit", "date", "command")
 
 
-def append_rows(rows: Iterable[tuple[str, float | str, str]], device: torch.device | str, path: Path = RESULTS) -> None:
+def append_rows(
+    rows: Iterable[tuple[str, float | str, str]],
+    device: torch.device | str,
+    path: Path = RESULTS,
+    more_versions: Mapping[str, str] | None = None,
+) -> None:
     """Append measured figures.
 
     Args:
         rows: (case, value, unit) of each. A float is written with six significant digits.
         device: Where it was measured.
         path: The file; it gets its header if it is new.
+        more_versions: Package to version, of what these figures depend on besides what all do.
     """
-    marks = stamp(device).values()
+    marks = stamp(device, more_versions).values()
     new = not path.exists() or path.stat().st_size == 0
     with path.open("a", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream, lineterminator="\n")
@@ -39,11 +45,12 @@ def append_rows(rows: Iterable[tuple[str, float | str, str]], device: torch.devi
             writer.writerow((case, f"{value:.6g}" if isinstance(value, float) else value, unit, *marks))
 
 
-def stamp(device: torch.device | str) -> dict[str, str]:
+def stamp(device: torch.device | str, more_versions: Mapping[str, str] | None = None) -> dict[str, str]:
     """Where, with what, when and by which command a figure is measured: the last columns of a row."""
+    all_versions = {**_versions(), **(more_versions or {})}
     return {
         "device": device_name(torch.device(device)),
-        "versions": " ".join(f"{name} {version}" for name, version in _versions().items()),
+        "versions": " ".join(f"{name} {version}" for name, version in all_versions.items()),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "command": shlex.join([Path(sys.executable).name.rstrip("0123456789."), *_own_arguments()]),

@@ -1,6 +1,8 @@
 """Pretraining steps of a 4.2 B-parameter model: memory, step time and loss of every optimizer mode, side by side.
 
     python benchmarks/bench_pretrain.py --steps 250 --public-luminav FOLDER   M1 to M6, ours and the public package's
+    python benchmarks/bench_pretrain.py --steps 250 --per-gpu 3 ...          the same, three at once, without times
+    python benchmarks/bench_pretrain.py --steps 15 ...                       the times for it, one after the other
     python benchmarks/bench_pretrain.py --contenders M1 M1-release --checkpointing --limit-gib 27.5
     python benchmarks/bench_pretrain.py --chart                               draw the chart from the rows
 
@@ -13,8 +15,13 @@ the public package's, whose folder --public-luminav names. A one-pass mode's wei
 after the last step. Each contender has a process of its own. Rows go to benchmarks/results.csv, or to the file that
 --out names, as soon as a contender has ended; one that has its rows there is skipped, so a cut run goes on.
 --stop-after SECONDS starts no contender that would not end in time. --devices N runs on N GPUs at once; --per-gpu N
-puts N processes on each, for losses and memory alone: times are not recorded then. --limit-gib caps a process's memory.
-Needs transformers, and a GPU (--tiny tries it out without).
+puts up to N processes on each, as many as its memory holds, for losses and memory alone: times are not recorded then.
+--limit-gib caps a process's memory.
+
+Three quarters of the model's layers are gated delta rules. transformers runs them through flash-linear-attention where
+it finds it, else in plain torch, whose kept activations (9.9 GiB) and host time outweigh the optimizer's. All
+contenders of a call run the same: --linear-attention says which. Rows with flash-linear-attention begin with
+pretrain/qwen4b/fla and name its version. Needs transformers, and a GPU (--tiny tries it out without).
 """
 
 from __future__ import annotations
@@ -30,6 +37,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,15 +45,24 @@ from pathlib import Path
 import torch
 from _checkout import wrong_package
 from _pretrain_chart import draw_chart
-from _pretrain_run import COMPARED, CONTENDERS, Job
+from _pretrain_linear import FLA, TORCH, choose
+from _pretrain_run import COMPARED, CONTENDERS, GIB, Job, model_config
 from _rows import RESULTS, append_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("_pretrain_run.py")
+CHECK = Path(__file__).with_name("_pretrain_linear.py")
 SCRATCH = Path(tempfile.gettempdir()) / "luminav-pretrain"
 FIRST_S = 150.0
 """Guess of a contender's time before one has been seen."""
 SLACK = 1.2
+
+PARAMS = 4.206e9
+ACTIVATIONS_GIB = {TORCH: 10.5, FLA: 4.0}
+APART_GIB = 2.0
+"""What a process holds besides its tensors: the CUDA context, and memory that the allocator keeps in pieces."""
+STATE_BYTES = {"none": 4, "semi": 8, "full": 12}
+"""Bytes of state per parameter by master_weights, at most: with two moments, masters not split."""
 
 UNITS = {
     "peak_gib": "GiB", "static_gib": "GiB", "dynamic_gib": "GiB", "reserved_gib": "GiB", "step_ms": "ms",
@@ -70,33 +87,58 @@ class Session:
     """Twins together, the exact one first: the one-pass one needs its weights."""
     deadline: float
     longest: float = FIRST_S
+    memory_gib: float = math.inf
+    """Of each GPU."""
     failures: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    taken: dict[int, list[float]] = field(default_factory=dict)
+    """By device, the guessed GiB of each process on it."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def work(self, device: int) -> None:
         """Take contenders until none is left."""
-        while True:
-            with self.lock:
-                if not self.queue:
-                    return
-                names = self.queue.popleft()
-                if time.monotonic() + len(names) * SLACK * self.longest > self.deadline:
-                    print(f"left for another call, for want of time: {' '.join(names)}", flush=True)
-                    continue
+        while (names := self._next(device)) is not None:
             for name in names:
                 self._take(name, device)
+            with self.changed:
+                self.taken[device].remove(self._needed(names))
+                self.changed.notify_all()
+
+    def _next(self, device: int) -> list[str] | None:
+        """The first contenders that the device's free memory holds, if need be once others have ended."""
+        with self.changed:
+            running = self.taken.setdefault(device, [])
+            while True:
+                self.changed.wait_for(lambda: not self.queue or self._fitting(running) is not None)
+                names = self._fitting(running)
+                if names is None:
+                    return None
+                self.queue.remove(names)
+                self.changed.notify_all()
+                if time.monotonic() + len(names) * SLACK * self.longest <= self.deadline:
+                    running.append(self._needed(names))
+                    return names
+                print(f"left for another call, for want of time: {' '.join(names)}", flush=True)
+
+    def _fitting(self, running: Sequence[float]) -> list[str] | None:
+        free = self.memory_gib - sum(running)
+        return next((names for names in self.queue if not running or self._needed(names) <= free), None)
+
+    def _needed(self, names: Sequence[str]) -> float:
+        return max(needed_gib(name, self.arguments) for name in names)
 
     def _take(self, name: str, device: int) -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             found = delegate(name, device, self.arguments, Path(folder) / "report.json")
         case = case_of(name, self.arguments)
-        with self.lock:
+        versions: dict[str, str] = {}
+        with self.changed:
             if isinstance(found, str):
                 print(f"{name:20} {found}", flush=True)
                 self.failures += 1
                 rows: list[tuple[str, float | str, str]] = [(case, f"failed: {found}", "promise")]
             else:
+                found, versions = found
                 self.longest = max(time.monotonic() - began, 0.0 if self.longest == FIRST_S else self.longest)
                 shown = "  ".join(f"{key} {found[key]:.4g}" for key in SHOWN if key in found)
                 print(f"{name:20}{shown}  ({time.monotonic() - began:.0f} s)", flush=True)
@@ -105,19 +147,33 @@ class Session:
                     for key, value in found.items()
                     if math.isfinite(value) and not (self.arguments.per_gpu > 1 and key.endswith("_ms"))
                 ]
-            append_rows(rows, "cuda" if torch.cuda.is_available() else "cpu", self.arguments.out)
+            append_rows(rows, "cuda" if torch.cuda.is_available() else "cpu", self.arguments.out, versions)
 
 
 def case_of(name: str, arguments: argparse.Namespace) -> str:
     """Where a contender's rows begin; the settings that change a figure are part of it."""
-    case = f"pretrain/{'tiny' if arguments.tiny else 'qwen4b'}/{name}"
+    case = f"pretrain/{'tiny' if arguments.tiny else 'qwen4b'}/"
+    case += f"{FLA}/{name}" if arguments.linear_attention == FLA else name
     case += f"/steps-{arguments.steps}" if arguments.steps != 20 else ""
     case += "/checkpointing" if arguments.checkpointing else ""
     return case + (f"/limit-{arguments.limit_gib:g}" if arguments.limit_gib is not None else "")
 
 
-def delegate(name: str, device: int, arguments: argparse.Namespace, report: Path) -> dict[str, float] | str:
-    """Run one contender in a process of its own; a string says how it failed."""
+def needed_gib(name: str, arguments: argparse.Namespace) -> float:
+    """Guess of a contender's memory at its peak, rather too high."""
+    if arguments.limit_gib is not None:
+        return float(arguments.limit_gib) + APART_GIB
+    contender = CONTENDERS[name]
+    weights = 4 if contender.dtype == "fp32" else 2
+    state = STATE_BYTES[contender.options.get("master_weights", "none")] * weights // 2
+    grads_gib = PARAMS * weights / GIB
+    return PARAMS * (weights + state) / GIB + max(grads_gib, ACTIVATIONS_GIB[arguments.linear_attention]) + APART_GIB
+
+
+def delegate(
+    name: str, device: int, arguments: argparse.Namespace, report: Path
+) -> tuple[dict[str, float], dict[str, str]] | str:
+    """Run one contender in a process of its own: its figures and versions; a string says how it failed."""
     contender = CONTENDERS[name]
     twins = {contender.twin for contender in CONTENDERS.values()}
     has_twin = contender.twin is not None and _kept(contender.twin, arguments).exists()
@@ -130,6 +186,7 @@ def delegate(name: str, device: int, arguments: argparse.Namespace, report: Path
         checkpointing=arguments.checkpointing,
         limit_gib=arguments.limit_gib,
         tiny=arguments.tiny,
+        linear_attention=arguments.linear_attention,
     )
     folder = arguments.public_luminav if contender.package == "public" else ROOT / "src"
     environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -144,23 +201,25 @@ def delegate(name: str, device: int, arguments: argparse.Namespace, report: Path
     answer = json.loads(report.read_text(encoding="utf-8"))
     if wrong := wrong_package(answer["luminav"], Path(folder)):
         return wrong
-    figures: dict[str, float] = answer["figures"]
-    return figures
+    return answer["figures"], answer["versions"]
 
 
 def _kept(name: str, arguments: argparse.Namespace) -> Path:
     """File of a mode's compared weights, on this machine only."""
-    return Path(arguments.scratch) / f"{name}-{'tiny' if arguments.tiny else 'qwen4b'}-{arguments.steps}.pt"
+    model = "tiny" if arguments.tiny else "qwen4b"
+    return Path(arguments.scratch) / f"{name}-{model}-{arguments.linear_attention}-{arguments.steps}.pt"
 
 
-def finished(name: str, arguments: argparse.Namespace) -> bool:
-    """True if the contender has its rows, those of the comparison with its twin included."""
+def finished(name: str, arguments: argparse.Namespace, *, compared: bool) -> bool:
+    """True if the contender has its rows: times where they are taken, and if it is `compared` those with its twin."""
     if not arguments.out.exists():
         return False
     with arguments.out.open(newline="", encoding="utf-8") as stream:
         cases = {row["case"] for row in csv.DictReader(stream)}
     wanted = [f"{case_of(name, arguments)}/last_loss"]
-    if CONTENDERS[name].twin is not None:
+    if arguments.per_gpu == 1:
+        wanted.append(f"{case_of(name, arguments)}/step_ms")
+    if compared:
         wanted += [f"{case_of(name, arguments)}/{part}/cosine" for part in COMPARED]
     return cases.issuperset(wanted)
 
@@ -170,7 +229,10 @@ def arrange(names: list[str], arguments: argparse.Namespace) -> deque[list[str]]
     queue: deque[list[str]] = deque()
     for name in names:
         twin = CONTENDERS[name].twin
-        if any(name in pair for pair in queue) or (finished(name, arguments) and not arguments.again):
+        compared = twin is not None and (twin in names or _kept(twin, arguments).exists())
+        if any(name in pair for pair in queue):
+            continue
+        if finished(name, arguments, compared=compared) and not arguments.again:
             continue
         if twin is None:
             queue.append([name])
@@ -190,6 +252,20 @@ def default_contenders(arguments: argparse.Namespace) -> list[str]:
     return [name for name, c in CONTENDERS.items() if here[c.package] and not c.by_name_only]
 
 
+def check_kernels(arguments: argparse.Namespace) -> None:
+    """Compare the kernels with plain torch, in a process of its own, which also tunes them for those to come.
+
+    Raises:
+        SystemExit: They are wrong, or cannot run.
+    """
+    config = model_config(arguments.tiny)
+    sizes = [str(config[key]) for key in ("linear_num_value_heads", "linear_value_head_dim")]
+    ended = subprocess.run([sys.executable, str(CHECK), *sizes], stderr=subprocess.PIPE, text=True)
+    if ended.returncode != 0:
+        last = (ended.stderr.splitlines() or [f"status {ended.returncode}"])[-1]
+        raise SystemExit(f"--linear-attention fla: {last} Try --linear-attention torch, or another version of fla.")
+
+
 def main() -> None:
     began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,6 +278,12 @@ def main() -> None:
     parser.add_argument("--per-gpu", type=int, default=1, help="processes on each GPU; more than one records no times")
     parser.add_argument("--stop-after", type=float, default=math.inf, metavar="SECONDS")
     parser.add_argument("--again", action="store_true", help="also those that have rows")
+    parser.add_argument(
+        "--linear-attention",
+        choices=("auto", TORCH, FLA),
+        default="auto",
+        help="what runs the gated delta rule: flash-linear-attention (auto: where it can be used) or plain torch",
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model, to try it out")
     parser.add_argument("--scratch", type=Path, default=SCRATCH, help="folder of the weights that are compared")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -214,7 +296,12 @@ def main() -> None:
     if any(CONTENDERS[name].package == "public" for name in names) and arguments.public_luminav is None:
         raise SystemExit("contenders called public-... need --public-luminav FOLDER, the public package's folder.")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
+    arguments.linear_attention = choose(arguments.linear_attention)
     session = Session(arguments, arrange(names, arguments), began + arguments.stop_after)
+    if session.queue and arguments.linear_attention == FLA:
+        check_kernels(arguments)
+    if torch.cuda.is_available():
+        session.memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     slots = [device for device in range(arguments.devices) for _ in range(arguments.per_gpu)]
     threads = [threading.Thread(target=session.work, args=(device,)) for device in slots]
     for thread in threads:

@@ -176,12 +176,6 @@ _SETTING = re.compile(r"steps-\d+|checkpointing|limit-[\d.]+")
 
 def pretraining(rows: Rows) -> list[str]:
     """The 4.2 B-parameter model: memory, times and losses."""
-    by_setting: dict[tuple[str, ...], list[str]] = {}
-    for name, *rest in rows.cases("pretrain", "qwen4b"):
-        setting = tuple(word for word in rest if _SETTING.fullmatch(word))
-        names = by_setting.setdefault(setting, [])
-        if name not in names:
-            names.append(name)
     lines = [
         *picture("pretrain.png", "Training loss, memory and optimizer time of every mode"),
         "Qwen3.5-4B's architecture from its config, random weights, one sequence of 512 tokens a step. M1 and M2 are",
@@ -191,14 +185,34 @@ def pretraining(rows: Rows) -> list[str]:
         "the weights of exact and one-pass runs.",
         "",
     ]
-    for setting, names in sorted(by_setting.items(), key=lambda item: (f"steps-{FULL_STEPS}" not in item[0], item[0])):
-        lines += _pretraining_of(rows, setting, names)
+    with_kernels, plain = _pretraining_settings(rows)
+    if with_kernels:
+        lines += [
+            "Three quarters of the layers are gated delta rules. Where a heading says flash-linear-attention, its",
+            "kernels run them; elsewhere plain torch does, whose kept activations and host time are in the figures.",
+            "",
+        ]
+    for prefix, by_setting in (("pretrain/qwen4b/fla", with_kernels), ("pretrain/qwen4b", plain)):
+        for setting in sorted(by_setting, key=lambda setting: (f"steps-{FULL_STEPS}" not in setting, setting)):
+            lines += _pretraining_of(rows, prefix, setting, by_setting[setting])
     return lines
 
 
-def _pretraining_of(rows: Rows, setting: tuple[str, ...], names: list[str]) -> list[str]:
+def _pretraining_settings(rows: Rows) -> tuple[dict[tuple[str, ...], list[str]], dict[tuple[str, ...], list[str]]]:
+    """Names by setting, of runs with flash-linear-attention and of those without."""
+    found: tuple[dict[tuple[str, ...], list[str]], ...] = ({}, {})
+    for words in rows.cases("pretrain", "qwen4b"):
+        plain = words[0] != "fla"
+        name, *rest = words if plain else words[1:]
+        names = found[plain].setdefault(tuple(word for word in rest if _SETTING.fullmatch(word)), [])
+        if name not in names:
+            names.append(name)
+    return found[0], found[1]
+
+
+def _pretraining_of(rows: Rows, prefix: str, setting: tuple[str, ...], names: list[str]) -> list[str]:
     """The tables of one setting. The setting stands between name and figure in the case."""
-    prefix, inside = "pretrain/qwen4b", "".join(f"{word}/" for word in setting)
+    inside = "".join(f"{word}/" for word in setting)
 
     def having(columns: Columns) -> list[str]:
         cases = {name: [f"{prefix}/{name}/{inside}{figure}" for _, figure in columns] for name in names}
@@ -207,7 +221,8 @@ def _pretraining_of(rows: Rows, setting: tuple[str, ...], names: list[str]) -> l
     ends = [words[-1] for words in rows.cases("pretrain", "qwen4b")]
     steps = sorted({int(end.removeprefix("loss_")) for end in ends if end.startswith("loss_")})
     trace = [(f"loss at {step}", f"loss_{step}") for step in steps]
-    lines = [f"### {', '.join(word.replace('-', ' ') for word in setting) or 'first steps'}", ""]
+    title = ", ".join(word.replace("-", " ") for word in setting) or "first steps"
+    lines = [f"### {title}{', flash-linear-attention' if prefix.endswith('/fla') else ''}", ""]
     for columns in (PRETRAIN_COLUMNS, trace, LIKENESS_COLUMNS):
         fitted = having(columns)
         published = PUBLISHED_COLUMNS if columns is PRETRAIN_COLUMNS and set(fitted) & set(PUBLISHED) else ()

@@ -6,19 +6,25 @@ import argparse
 import csv
 import math
 import sys
+import threading
+import types
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
+import _pretrain_linear
 import bench_pretrain
 import report
 from _converge_chart import draw_chart as draw_converge_chart
-from _pretrain_chart import draw_chart
+from _pretrain_chart import draw_chart, latest_figures
 from _pretrain_run import COMPARED, CONTENDERS, likeness, lr_share
+from _rows import append_rows
 
 COLUMNS = ("case", "value", "unit", "device", "versions", "commit", "date", "command")
 
@@ -36,8 +42,8 @@ def write_rows(path: Path, rows: Iterable[tuple[str, object, str]], commit: str 
 def figures_of(name: str, scale: float = 1.0) -> list[tuple[str, object, str]]:
     """Rows of a finished contender."""
     figures = {
-        "peak_gib": 33.5, "static_gib": 23.5, "dynamic_gib": 10.0, "optimizer_ms": 22.5, "first_loss": 12.9,
-        "last_loss": 8.8, "loss_50": 10.0, "loss_250": 8.9,
+        "peak_gib": 33.5, "static_gib": 23.5, "dynamic_gib": 10.0, "optimizer_ms": 22.5, "step_ms": 200.0,
+        "first_loss": 12.9, "last_loss": 8.8, "loss_50": 10.0, "loss_250": 8.9,
     }  # fmt: skip
     rows = [(f"pretrain/qwen4b/{name}/steps-250/{key}", value * scale, "nats") for key, value in figures.items()]
     if CONTENDERS[name].twin is not None:
@@ -58,6 +64,8 @@ def arguments(tmp_path: Path) -> argparse.Namespace:
         checkpointing=False,
         limit_gib=None,
         again=False,
+        per_gpu=1,
+        linear_attention="torch",
     )
 
 
@@ -83,6 +91,118 @@ def test_a_comparison_whose_other_side_is_gone_is_made_anew(arguments: argparse.
 def test_a_failure_is_no_result(arguments: argparse.Namespace) -> None:
     write_rows(arguments.out, [("pretrain/qwen4b/M1/steps-250", "failed: out of memory", "promise")])
     assert list(bench_pretrain.arrange(["M1"], arguments)) == [["M1"]]
+
+
+def test_a_mode_whose_twin_was_not_asked_for_is_done_without_the_comparison(arguments: argparse.Namespace) -> None:
+    write_rows(arguments.out, [row for row in figures_of("M2") if not row[0].endswith("cosine")])
+    assert list(bench_pretrain.arrange(["M2"], arguments)) == []
+    assert list(bench_pretrain.arrange(["M1", "M2"], arguments)) == [["M1", "M2"]]
+
+
+def test_rows_of_a_shared_gpu_do_not_stand_in_for_times(arguments: argparse.Namespace) -> None:
+    write_rows(arguments.out, [row for row in figures_of("M1") if not row[0].endswith("_ms")])
+    assert list(bench_pretrain.arrange(["M1"], arguments)) == [["M1"]]
+    arguments.per_gpu = 3
+    assert list(bench_pretrain.arrange(["M1"], arguments)) == []
+
+
+def test_rows_with_other_kernels_are_of_another_case(arguments: argparse.Namespace) -> None:
+    write_rows(arguments.out, figures_of("M1"))
+    arguments.linear_attention = "fla"
+    assert bench_pretrain.case_of("M1", arguments) == "pretrain/qwen4b/fla/M1/steps-250"
+    assert list(bench_pretrain.arrange(["M1"], arguments)) == [["M1"]]
+
+
+@pytest.mark.parametrize("per_gpu", (1, 3))
+def test_times_are_recorded_only_by_a_process_that_has_its_gpu_for_itself(
+    per_gpu: int, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments.per_gpu = per_gpu
+    figures = {"step_ms": 200.0, "optimizer_ms": 20.0, "last_loss": 8.0}
+    monkeypatch.setattr(bench_pretrain, "delegate", lambda *_: (figures, {"fla": "0.4.2"}))
+    session = bench_pretrain.Session(arguments, deque([["M1"], ["M3"]]), math.inf)
+    session.work(0)
+    with arguments.out.open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    ends = {row["case"].rpartition("/")[2] for row in rows}
+    assert ends == ({"last_loss"} if per_gpu > 1 else set(figures))
+    assert all(row["versions"].endswith("fla 0.4.2") for row in rows)
+
+
+def test_processes_share_a_gpu_as_far_as_its_memory_goes(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running: list[str] = []
+    most: list[float] = []
+    together = threading.Event()
+
+    def delegate(name: str, *_: object) -> str:
+        running.append(name)
+        most.append(sum(bench_pretrain.needed_gib(each, arguments) for each in running))
+        if len(running) > 1:
+            together.set()
+        together.wait(5)
+        running.remove(name)
+        return "tried only"
+
+    monkeypatch.setattr(bench_pretrain, "delegate", delegate)
+    names = ["M1", "adamw-fused-fp32", "M5", "M3", "8bit", "public-M5"]
+    session = bench_pretrain.Session(arguments, deque([[name] for name in names]), math.inf, memory_gib=140.0)
+    threads = [threading.Thread(target=session.work, args=(0,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(most) == len(names) and max(most) <= 140.0 and together.is_set()
+
+
+# ---- which gated delta rule it runs ----------------------------------------------------------------------------------
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return 2 * tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+def test_what_ran_is_read_from_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    assert not _pretrain_linear.ran_fla(_Twice.apply(weight.exp()).sum())
+    monkeypatch.setattr(_Twice, "__module__", "fla.ops.gated_delta_rule.chunk")
+    assert _pretrain_linear.ran_fla((_Twice.apply(weight.exp()) + weight).sum())
+    assert not _pretrain_linear.ran_fla(weight.exp().sum())
+
+
+def test_kernels_that_are_missing_are_refused_and_plain_torch_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pretrain_linear, "find_spec", lambda name: None)
+    assert _pretrain_linear.choose("auto") == _pretrain_linear.choose("torch") == "torch"
+    with pytest.raises(SystemExit, match=r"fla is not installed\. Try --linear-attention torch"):
+        _pretrain_linear.choose("fla")
+    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
+    _pretrain_linear.prepare("torch")
+    with pytest.raises(ModuleNotFoundError, match="fla"):
+        _pretrain_linear.prepare("fla")
+
+
+def test_a_wrong_gradient_is_found() -> None:
+    def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> tuple[torch.Tensor, None]:
+        return v * (q * k).sum(-1, keepdim=True) * (g.exp() * beta)[..., None], None
+
+    def wrong(q: Any, k: Any, v: Any, g: Any, **rest: Any) -> tuple[torch.Tensor, None]:
+        return rule(q, 0.5 * k + 0.5 * k.detach(), v, g, **rest)
+
+    cpu = torch.device("cpu")
+    assert max(_pretrain_linear.differences(rule, rule, 2, 8, cpu).values()) < _pretrain_linear.TOLERANCE
+    found = _pretrain_linear.differences(wrong, rule, 2, 8, cpu)
+    assert {name for name, value in found.items() if value > _pretrain_linear.TOLERANCE} == {"dk"}
+
+
+# ---- settings and charts ---------------------------------------------------------------------------------------------
 
 
 def test_modes_are_those_of_their_numbers() -> None:
@@ -121,6 +241,20 @@ def test_chart_of_rows(tmp_path: Path) -> None:
         draw_chart(rows, image, steps=100)
 
 
+def test_a_chart_has_times_of_the_quiet_run_and_one_kind_of_kernels(tmp_path: Path) -> None:
+    shared = [row for row in figures_of("M1") if not row[0].endswith("_ms")]
+    path = write_rows(tmp_path / "rows.csv", [*figures_of("M3"), *shared])
+    quiet = [("pretrain/qwen4b/M1/steps-15/optimizer_ms", 21.0, "ms"), ("pretrain/qwen4b/M1/steps-15/loss_50", 1.0, "")]
+    capped = [("pretrain/qwen4b/M1/steps-15/checkpointing/optimizer_ms", 99.0, "ms")]
+    figures = latest_figures(write_rows(path, [*quiet, *capped]), 250)
+    assert set(figures) == {"M1", "M3"}
+    assert (figures["M1"]["optimizer_ms"], figures["M1"]["loss_50"]) == (21.0, 10.0)
+    write_rows(path, [(case.replace("/M1/", "/fla/M1/"), value, unit) for case, value, unit in shared])
+    assert list(latest_figures(path, 250)) == ["M1"] and "optimizer_ms" not in latest_figures(path, 250)["M1"]
+    write_rows(path, [("pretrain/qwen4b/fla/M1/steps-15/optimizer_ms", 20.5, "ms")])
+    assert latest_figures(path, 250)["M1"]["optimizer_ms"] == 20.5
+
+
 def test_chart_of_differences(tmp_path: Path) -> None:
     rows: list[tuple[str, object, str]] = []
     for name, difference in (("adamw-fp32", 0.0), ("pretrain", -0.05), ("luminav-buffer1", 0.9)):
@@ -151,6 +285,24 @@ def test_a_figure_is_the_last_row_of_its_case_and_its_mark_leads_there(tmp_path:
     assert sorted(word for word in ("first", "second") if f"commit {word}, 2026-01-02: `python x.py`" in text) == [
         "first", "second"
     ]  # fmt: skip
+
+
+def test_rows_with_other_kernels_have_tables_of_their_own(tmp_path: Path) -> None:
+    rows = [(case.replace("/M3/", "/fla/M3/"), value, unit) for case, value, unit in figures_of("M3", 2.0)]
+    text = report.report(write_rows(tmp_path / "rows.csv", [*figures_of("M1"), *rows]))
+    headings = [line for line in text.splitlines() if line.startswith("### steps 250")]
+    assert headings == ["### steps 250, flash-linear-attention", "### steps 250"]
+    first, second = text.split("### steps 250, flash-linear-attention")[1].split("### steps 250")
+    assert "Rows `pretrain/qwen4b/fla/<…>/steps-250/peak_gib|" in first and "| M3 | 67.0000 |" in first
+    assert "M3" not in second and "| M1 | 33.5000 |" in second
+
+
+def test_versions_that_some_rows_depend_on_stand_with_them(tmp_path: Path) -> None:
+    append_rows([("a", 1.0, "ms")], "cpu", tmp_path / "rows.csv", {"fla": "0.4.2"})
+    append_rows([("b", 1.0, "ms")], "cpu", tmp_path / "rows.csv")
+    with (tmp_path / "rows.csv").open(encoding="utf-8") as stream:
+        first, second = (row["versions"] for row in csv.DictReader(stream))
+    assert first == f"{second} fla 0.4.2"
 
 
 def test_a_share_next_to_one_is_not_written_as_one(tmp_path: Path) -> None:

@@ -164,6 +164,8 @@ def test_what_cannot_be_is_refused() -> None:
     model = nn.Linear(4, 4)
     with pytest.raises(TypeError, match="AdamW"):
         luminav.enable_gradient_release(model, torch.optim.AdamW(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list\. Pass the model"):
+        luminav.enable_gradient_release(list(model.parameters()), LuminaV(model.parameters()))  # type: ignore[arg-type]
     initial = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = LuminaV(model.parameters())
     handle = luminav.enable_gradient_release(model, optimizer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +216,50 @@ def test_misspelt_options_are_refused(key: str, meant: str) -> None:
         optimizer.add_param_group({"params": [parameter(normal((3,), 1))], key: 1})
     with pytest.raises(TypeError, match=key):
         LuminaV([parameter(normal((3,), 0))], **{key: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("learning_rate", "lr"),
+        ("wd", "weight_decay"),
+        ("epsilon", "eps"),
+        ("beta1", "betas=(beta1, beta2)"),
+        ("momentum", "betas=(beta1, beta2)"),
+        ("fused", 'execution="triton"'),
+        ("weight_decy", "weight_decay"),
+        ("statebits", "state_bits"),
+        ("parameters", "params"),
+        ("param", "params"),
+    ],
+)
+def test_an_option_that_is_not_there_is_answered_with_the_one_that_is(key: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"LuminaV has no option '{key}'. Did you mean {meant}?")):
+        LuminaV([parameter(normal((3,), 0))], **{key: 1})
+
+
+def test_an_option_that_resembles_none_is_answered_with_all() -> None:
+    with pytest.raises(TypeError, match=f"no option 'xyzzy'. Its options are {', '.join(OPTIONS)}"):
+        LuminaV([parameter(normal((3,), 0))], xyzzy=1)  # type: ignore[call-arg]
+
+
+def test_the_whole_of_config_json_is_answered_with_its_part() -> None:
+    config = json.loads((Path(__file__).resolve().parent.parent / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(TypeError, match=r'one level down: .*\["default_params"\]\), or .* luminav\.preset'):
+        LuminaV([parameter(normal((3,), 0))], **config)
+    for options in (config["default_params"], *config["presets"].values()):
+        LuminaV([parameter(normal((3,), 0))], **options)
+
+
+def test_a_subclass_may_have_options_of_its_own() -> None:
+    class Mine(LuminaV):
+        def __init__(self, params: Any, extra: int, **options: Any) -> None:
+            super().__init__(params, **options)
+            self.extra = extra
+
+    assert Mine([parameter(normal((3,), 0))], extra=3, lr=0.5).param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="Did you mean lr"):
+        Mine([parameter(normal((3,), 0))], extra=3, learning_rate=0.5)
 
 
 FOREIGN_KEYS = """

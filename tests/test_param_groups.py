@@ -10,7 +10,7 @@ from support import run
 from torch import nn
 
 import luminav
-from luminav import LuminaV
+from luminav import LuminaV, param_groups
 
 
 class Block(nn.Module):
@@ -147,6 +147,13 @@ def test_other_options_go_to_both_groups_and_are_checked_by_the_optimizer() -> N
         assert (group["lr"], group["weight_decay"], group["master_weights"]) == (0.25, decay, "full")
     with pytest.raises(ValueError, match="lr"):
         LuminaV(luminav.param_groups(model, lr=-1.0))
+
+
+def test_parameters_in_place_of_a_model_are_refused() -> None:
+    params = list(nn.Linear(3, 3).parameters())
+    for use in (param_groups, LuminaV(params).master_state_dict):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got list\. Pass the model"):
+            use(params)  # type: ignore[operator]
 
 
 def test_only_the_first_group_decays() -> None:

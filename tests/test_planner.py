@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "type": (4.2e9, {}, TypeError, "got float"),
     "bool": (True, {}, TypeError, "got bool"),
     "list of names": (["a"], {}, TypeError, r"params\[0\] must be a parameter, got str"),
-    "empty": ([], {}, ValueError, "no parameters to train"),
+    "empty": ([], {}, ValueError, "no parameters to train. Has the generator been used before"),
     "frozen": ([torch.zeros(3)], {}, ValueError, "no parameters to train"),
     "complex": ([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], {}, ValueError, "complex64"),
     "half a size": (LLAMA, {"batch_size": 1}, ValueError, "sequence_length must be .* got None"),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from luminav.optimizer import LuminaV
+from luminav.param_groups import check_model
 from luminav.stepper import Share
 
 BUCKET = 1 << 22
@@ -174,7 +175,7 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
         ValueError: The model is under DistributedDataParallel, whose buckets hold the gradients till all are reduced,
             or its parameters are plain shards, whose gradients come on each rank by itself. Use FSDP2's
             ``fully_shard``.
-        TypeError: `optimizer` is not a LuminaV.
+        TypeError: `optimizer` is not a LuminaV, or `model` not a module.
         RuntimeError: Gradient release is on already, for this optimizer or for another of these parameters.
 
     What needs all gradients at once is out: ``clip_grad_norm_`` finds none (the radial bound limits each tensor's step
@@ -182,6 +183,7 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
     """
     if not isinstance(optimizer, LuminaV):
         raise TypeError(f"gradient release needs a LuminaV optimizer, got {type(optimizer).__name__}.")
+    check_model(model)
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError(
             "gradient release cannot work under DistributedDataParallel: its buckets hold all gradients till they are "

@@ -8,11 +8,12 @@ of the package sees one spelling.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -290,6 +291,51 @@ def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=_NEARLY_THE_SAME)
         if near:
             raise ValueError(f"unknown option {key!r} in a parameter group. Did you mean {near[0]!r}?")
+
+
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "learning_rate": "lr",
+        "wd": "weight_decay",
+        "decay": "weight_decay",
+        "epsilon": "eps",
+        "beta1": "betas=(beta1, beta2)",
+        "beta2": "betas=(beta1, beta2)",
+        "momentum": "betas=(beta1, beta2)",
+        "temperature": "tau",
+        "fused": 'execution="triton"',
+        "foreach": 'execution="foreach"',
+        "compile": 'execution="compile"',
+        "parameters": "params",
+    }
+)
+"""What options are called elsewhere, to what they are called here."""
+_OF_CONFIG_JSON = ("optimizer", "default_params", "presets")
+
+_Given = ParamSpec("_Given")
+
+
+def naming_unknown_options(constructor: Callable[_Given, None]) -> Callable[_Given, None]:
+    """The constructor, with a way out in the message for an option that it does not have; its signature stays."""
+
+    @functools.wraps(constructor)
+    def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
+        for key in kwargs:
+            if key not in OPTIONS and key != "params":
+                raise TypeError(f"LuminaV has no option {key!r}. {_way_out(key)}")
+        constructor(*args, **kwargs)
+
+    return checked
+
+
+def _way_out(key: str) -> str:
+    if key in _OF_CONFIG_JSON:
+        return (
+            "That is a part of config.json, whose options are one level down: LuminaV(params, "
+            '**json.load(open("config.json"))["default_params"]), or one of its presets by luminav.preset(name).'
+        )
+    near = OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, [*OPTIONS, "params"], n=1)), None)
+    return f"Did you mean {near}?" if near else f"Its options are {', '.join(OPTIONS)}."
 
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -15,7 +15,8 @@ from luminav.assembly import check_layout, check_param, without_autocast
 from luminav.checkpoints import Sealed, loaded_group, loaded_state, make_saveable, report_dropped, seal
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
-from luminav.hyperparameters import OPTIONS, Options, refuse_misspelt_options
+from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
+from luminav.param_groups import check_model
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import adopt_edits, former_weight, joined
 from luminav.stepper import Share, Stepper
@@ -92,7 +93,8 @@ class LuminaV(Optimizer):
 
     Raises:
         ValueError: An option is out of range, or two exclude each other.
-        TypeError: An option or a parameter has the wrong type; complex parameters are not supported.
+        TypeError: An option or a parameter has the wrong type, or an option does not exist; complex parameters are
+            not supported.
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
@@ -103,6 +105,7 @@ class LuminaV(Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf around step()
 
+    @naming_unknown_options
     def __init__(
         self,
         params: ParamsT,
@@ -307,6 +310,7 @@ class LuminaV(Optimizer):
             Name to tensor as in ``model.state_dict()``. Parameters that have a master weight give a copy of it, other
             16-bit parameters are widened to FP32; buffers, and FP32 and FP64 parameters, are what the model holds.
         """
+        check_model(model)
         exported = model.state_dict()
         all_written = self._stepper.all_written()
         for name, param in model.named_parameters(remove_duplicate=False):

@@ -16,6 +16,12 @@ _NORMS: tuple[type[nn.Module], ...] = (
 _EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 
 
+def check_model(model: Any) -> None:
+    """Raise TypeError if `model` is something else than a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model that is trained.")
+
+
 def param_groups(
     model: nn.Module, weight_decay: float = 8e-2, *, decay_embeddings: bool = True, **options: Any
 ) -> list[dict[str, Any]]:
@@ -34,7 +40,11 @@ def param_groups(
     Returns:
         Groups for :class:`luminav.LuminaV` or any torch optimizer, the decaying one first; an empty one is left out.
         Parameters keep the model's order within a group.
+
+    Raises:
+        TypeError: `model` is not a module.
     """
+    check_model(model)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):

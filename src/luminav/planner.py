@@ -288,7 +288,9 @@ def plan(
     source = read_model(model, dtype)
     trainable = [(name, param) for name, param in source.params if param.requires_grad and param.numel()]
     if not trainable:
-        raise ValueError(f"{source.name} has no parameters to train.")
+        raise ValueError(
+            f"{source.name} has no parameters to train. Has the generator been used before, or is every one frozen?"
+        )
     for name, param in trainable:
         if param.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"{name} has dtype {param.dtype}, which LuminaV does not train. Convert it, or freeze it.")

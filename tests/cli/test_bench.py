@@ -41,6 +41,12 @@ def test_unknown_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one of step, pretrain, converge" in capsys.readouterr().err
 
 
+def test_without_a_name_the_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench"]) == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in SCRIPTS) and "luminav bench step --help" in message
+
+
 def test_script_of_another_version(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "pretrain"]) == 2
     assert "another version" in capsys.readouterr().err

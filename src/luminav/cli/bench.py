@@ -25,9 +25,13 @@ SCRIPTS = {
 
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SCRIPTS)}; its own options follow.")],
+    name: Annotated[
+        str | None, typer.Argument(show_default=False, help=f"One of {', '.join(SCRIPTS)}; its own options follow.")
+    ] = None,
 ) -> int:
     """Run a benchmark of the checkout: `luminav bench converge --help` lists its options."""
+    if name is None:
+        raise CommandError(f"name a benchmark, one of {', '.join(SCRIPTS)}: `luminav bench step --help`, say.")
     if name not in SCRIPTS:
         raise CommandError(f"a benchmark is one of {', '.join(SCRIPTS)}, got {name!r}.")
     script = _folder() / SCRIPTS[name]

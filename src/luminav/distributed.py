@@ -116,26 +116,35 @@ def check_placements(param: Tensor) -> None:
 def check_blocks(param: Tensor) -> None:
     """Refuse a DTensor whose placements cut a block that state is kept in: ValueError.
 
-    Rows are not cut by Shard(0). Shard(1) may cut them between blocks.
+    Rows are not cut by Shard(0), nor by anything along a mesh dimension of one rank. Shard(1) may cut them between
+    blocks.
     """
     if not is_dtensor(param):
         return
     owner: Any = param
     inner = math.prod(param.shape[2:])
-    for mesh_dim, placement in enumerate(owner.placements):
-        dim = sharded_dim(placement)
+    sizes = owner.device_mesh.shape
+    cuts = [None if size == 1 else sharded_dim(p) for size, p in zip(sizes, owner.placements, strict=True)]
+    for size, dim in zip(sizes, cuts, strict=True):
         if dim in (None, 0):
             continue
-        size = owner.device_mesh.size(mesh_dim)
         chunk, blocks = -(-param.shape[1] // size) * inner, -(-param.shape[1] * inner // BLOCK // size)
-        once = [sharded_dim(p) for p in owner.placements].count(1) == 1
-        if dim != 1 or not once or chunk != blocks * BLOCK:
+        if dim != 1 or cuts.count(1) != 1 or chunk != blocks * BLOCK:
             raise ValueError(
                 f"state_bits=8 and block_variance=True keep state for every {BLOCK} elements of a row, but a parameter "
                 f"of shape {tuple(param.shape)} with placements {tuple(owner.placements)} has shards that begin inside "
                 f"such a block. Shard rows (dimension 0), or columns in multiples of {BLOCK}; or give this parameter "
                 "a group without these options."
             )
+
+
+def block_placements(param: Any) -> list[Placement]:
+    """Placements of what is kept per block of a DTensor, which has two dimensions: rows, and the blocks of a row.
+
+    Only along a mesh dimension of one rank may a parameter be sharded beyond these; that is the whole.
+    """
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return [p if sharded_dim(p) in (None, 0, 1) else replicate for p in param.placements]
 
 
 def needs_rms(group: Group) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, block_shape, decode, encode, in_blocks
-from luminav.distributed import is_dtensor, local
+from luminav.distributed import block_placements, is_dtensor, local
 from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
 
@@ -111,7 +111,7 @@ def zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
     owner: Any = param
     zeros = torch.zeros(held.shape[0], blocks, dtype=dtype, device=held.device)
     return type(owner).from_local(
-        zeros, owner.device_mesh, owner.placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        zeros, owner.device_mesh, block_placements(owner), run_check=False, shape=shape, stride=(shape[1], 1)
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from support import normal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -296,6 +297,30 @@ def compare_columns(option_sets: Sequence[dict[str, Any]]) -> list[str]:
             found.append(f"refused: {match[0] if match else error}")
         else:
             found.append("taken")
+    return found
+
+
+def run_along_one_rank(option_sets: Sequence[dict[str, Any]]) -> list[bool]:
+    """Whether a parameter sharded along mesh dimensions of one rank trains as a whole one, also from its state."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    shape, found = (16, 3, 2, 64), []  # large enough to be kept in blocks
+    for options in option_sets:
+        for placements in ([Shard(0), Shard(2)], [Shard(2), Shard(3)], [Shard(1), Shard(1)]):
+            start = normal(shape, 1, dtype=torch.bfloat16)
+            whole = nn.Parameter(start.clone())
+            param = nn.Parameter(distribute_tensor(start.clone(), mesh, placements))
+            other, ours = LuminaV([whole], **options), LuminaV([param], **options)
+            for step in range(6):
+                whole.grad = normal(shape, 10 + step, dtype=torch.bfloat16)
+                param.grad = distribute_tensor(whole.grad.clone(), mesh, placements)
+                other.step()
+                ours.step()
+                if step == 2:
+                    saved = ours.state_dict()
+                    ours = LuminaV([param], **options)
+                    ours.load_state_dict(saved)
+            found += [torch.equal(local(param), whole)]
+            found += [torch.equal(local(ours.state[param][k]), v) for k, v in other.state[whole].items()]
     return found
 
 

@@ -69,6 +69,12 @@ def test_columns_may_be_cut_between_blocks_only(tmp_path: Path) -> None:
         assert found == ["equal", "refused: columns in multiples of 64"] * len(BLOCK_SETS)
 
 
+def test_a_mesh_dimension_of_one_rank_cuts_nothing(tmp_path: Path) -> None:
+    """Whatever dimension of the parameter it is said to shard."""
+    (found,) = ranks.run(sharded.run_along_one_rank, 1, tmp_path, option_sets=[{}, *BLOCK_SETS])
+    assert all(found)
+
+
 @pytest.mark.parametrize(
     ("way", "world"), [("fsdp2", 4), ("fsdp1", 3), ("flat_pieces", 3), ("fsdp2_with_tensor_parallel", 4)]
 )

@@ -238,6 +238,32 @@ def test_a_folder_of_distributed_checkpoint_goes_on_like_the_original(
     assert_same_state(state_of(other_optimizer, other.trained()), state_of(optimizer, net.trained()))
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_that_distributed_checkpoint_leaves_out_are_reported(
+    flat: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It reads what the optimizer has a place for, and the file's options."""
+    net, other, how = Net(torch.bfloat16), Net(torch.bfloat16), StateDictOptions(flatten_optimizer_state_dict=flat)
+    trained = [param for param in net.trained() if param is not net.late]
+    optimizer = LuminaV([{"params": trained}], master_weights="semi")
+    take_steps(optimizer, trained, range(2))
+    one = LuminaV([param for param in other.trained() if param is not other.late])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's: saving without a process group
+        dcp.save(get_optimizer_state_dict(net, optimizer, options=how), checkpoint_id=tmp_path / "folder")
+        into = get_optimizer_state_dict(other, one, options=how)
+        dcp.load(into, checkpoint_id=tmp_path / "folder")
+    caplog.clear()
+    set_optimizer_state_dict(other, one, into, options=how)
+    assert one.param_groups[0]["master_weights"] == "semi"
+    assert (
+        f"{len(trained)} parameters have master_weights='semi', but no master weight in the loaded file" in caplog.text
+    )
+    caplog.clear()
+    LuminaV([param for param in other.trained() if param is not other.late]).load_state_dict(optimizer.state_dict())
+    assert "no master weight" not in caplog.text
+
+
 @pytest.mark.parametrize("mode", NET_MODES)
 def test_asking_for_a_distributed_state_dict_before_the_first_step_changes_nothing(mode: str) -> None:
     """torch takes a step with lr 0 and zero gradients to make the state; training then starts as if it had not."""

@@ -131,6 +131,24 @@ def report_dropped(keys: list[Any]) -> None:
         )
 
 
+def report_missing_masters(state: Mapping[Any, ParamState], groups: list[dict[str, Any]]) -> None:
+    """Log parameters whose options ask for a master weight that the file did not bring: it begins at the weight.
+
+    So it is where ``torch.distributed.checkpoint`` has read a folder with masters into an optimizer without: it passes
+    over what there is no place for, but takes the options.
+    """
+    for number, group in enumerate(groups):
+        options = Options.from_group(group)
+        wanting = [state[param] for param in group["params"] if param in state and has_master(param, options)]
+        missing = sum(state.keys().isdisjoint(MASTER_FORMS) for state in wanting)
+        if missing:
+            logger.warning(
+                "param_groups[%d]: %d parameters have master_weights=%r, but no master weight in the loaded file; "
+                "theirs begin at the 16-bit weights. torch.distributed.checkpoint leaves out what the optimizer has no "
+                "place for: construct it with the master_weights of the file.", number, missing, options.master_weights,
+            )  # fmt: skip
+
+
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return b is None or float(a) != float(b)

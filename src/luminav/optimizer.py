@@ -12,7 +12,15 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.assembly import check_layout, check_param, without_autocast
-from luminav.checkpoints import Sealed, loaded_group, loaded_state, make_saveable, report_dropped, seal
+from luminav.checkpoints import (
+    Sealed,
+    loaded_group,
+    loaded_state,
+    make_saveable,
+    report_dropped,
+    report_missing_masters,
+    seal,
+)
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
@@ -294,6 +302,7 @@ class LuminaV(Optimizer):
                         state[param] = entry
                 index += 1
         report_dropped([key for key in loaded["state"] if not isinstance(key, Tensor)])
+        report_missing_masters(state, groups)
         return {**loaded, "state": state, "param_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -184,6 +184,7 @@ LEVELS = {
     "assembly": 3,
     "replay": 3,
     "distributed": 3,
+    "domains": 3,
     "model_shapes": 3,
     "diagnostics": 3,
     "param_groups": 3,

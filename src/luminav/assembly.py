@@ -12,7 +12,8 @@ from torch import Tensor
 
 from luminav import rule
 from luminav.blocks import block_shape, in_blocks
-from luminav.distributed import Domain, Part, check_blocks, check_placements, local, local_grad
+from luminav.distributed import Part, check_blocks, check_placements, local, local_grad
+from luminav.domains import Domain
 from luminav.engines import Batch, Engine, Scales, TensorStep, choose_engine
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.rounding import noise_key

@@ -1,13 +1,10 @@
-"""Who holds which part of a parameter, and the one collective of a step.
+"""Who holds which part of a parameter.
 
 A parameter is *whole* here (a plain tensor, or a DTensor that no mesh dimension shards), a DTensor of which this
 process holds a part, or a plain shard: with ``fsdp_sync=True``, one of consecutive pieces of the flat tensor in rank
 order. :class:`Sharding` works out once what each is. From then on a parameter is a local tensor and a :class:`Part`:
-the global index of its elements, for the rounding noise, and the :class:`Domain` of ranks whose sums are added to ours.
-
-The sums of all of a domain's parameters travel in one message, which every rank sends whatever it holds. It is gathered
-and added up in one order on every rank, not reduced by the backend: replicas, which are other process groups with other
-rings, must come to the same bits.
+the global index of its elements, for the rounding noise, and the :class:`luminav.domains.Domain` of ranks whose sums
+are added to ours.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from luminav.blocks import BLOCK
+from luminav.domains import Domain, message_device
 from luminav.layout import Layout, held_indices, sharded_dim
 
 if TYPE_CHECKING:
@@ -155,71 +153,6 @@ def needs_rms(group: Group) -> bool:
 # ---- ranks ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class Domain:
-    """Ranks that hold different parts of the same parameters: their sums are added up in one collective."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    """Where its messages are."""
-    order: list[int]
-    """Group ranks in the order of the shards; sums are added in this order."""
-    numels: list[int] = field(default_factory=list)
-    """Number of elements of each of its parameters, in the optimizer's order: its slots."""
-    needs_rms: bool = False
-    """Whether a parameter has one RMS in place of a variance: a step then takes two collectives."""
-    _indices: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-
-    def add_slot(self, numel: int, needs_rms: bool) -> int:
-        """Make room for a parameter in the message; the same on every rank."""
-        self.numels.append(numel)
-        self.needs_rms |= needs_rms
-        return len(self.numels) - 1
-
-    def total(self, rows: Tensor, slots: Sequence[int], extra: Tensor) -> tuple[Tensor, Tensor]:
-        """Add up rows over the ranks, all on `device` in FP64.
-
-        Args:
-            rows: [parameters, columns]; a parameter that this rank says nothing of counts as 0.
-            slots: The rows' slots.
-            extra: [columns], a row that belongs to no parameter.
-
-        Returns:
-            The totals of these rows and of `extra`.
-        """
-        message = rows.new_zeros(len(self.numels) + 1, rows.shape[1])
-        index = self._index(tuple(slots))
-        message.index_copy_(0, index, rows)
-        message[-1] = extra
-        total = self._gather(message)
-        return total.index_select(0, index), total[-1]
-
-    def _index(self, slots: tuple[int, ...]) -> Tensor:
-        """Slots as a tensor. Kept, since the same parameters have gradients in most steps."""
-        if slots not in self._indices:
-            self._indices = {slots: torch.tensor(slots, dtype=torch.int64, device=self.device)}
-        return self._indices[slots]
-
-    def _gather(self, message: Tensor) -> Tensor:
-        # torch 2.13 deprecates the old name of this collective.
-        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gathered = message.new_empty(len(self.order) * message.shape[0], message.shape[1])
-        all_gather(gathered, message, group=self.group)
-        parts = gathered.view(len(self.order), *message.shape)
-        if self.order != list(range(len(self.order))):
-            parts = parts[self.order]
-        return _fold(parts)
-
-
-def _fold(parts: Tensor) -> Tensor:
-    """Sum over the first dimension in pairs, in an order that no device or library chooses."""
-    while len(parts) > 1:
-        half = len(parts) // 2
-        folded = parts[:half] + parts[half : 2 * half]
-        parts = folded if len(parts) == 2 * half else torch.cat((folded, parts[2 * half :]))
-    return parts[0]
-
-
 @dataclass(frozen=True)
 class Part:
     """What this process holds of a parameter."""
@@ -321,7 +254,7 @@ class Plan:
     def _new_domain(self, group: dist.ProcessGroup, device: torch.device, ranks: Sequence[int]) -> Domain:
         in_group = dist.get_process_group_ranks(group)
         order = [in_group.index(rank) for rank in ranks]
-        self.domains.append(Domain(group, _message_device(group, device), order))
+        self.domains.append(Domain(group, message_device(group, device), order))
         return self.domains[-1]
 
     def _group_of(self, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
@@ -413,13 +346,6 @@ class Sharding:
 
 
 # ---- plain shards --------------------------------------------------------------------------------------------------
-
-
-def _message_device(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """Where the group can send from: the parameters' device, or the accelerator if it cannot serve that."""
-    served = [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
-    kind = wanted.type if wanted.type in served else next((kind for kind in served if kind != "cpu"), "cpu")
-    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
 
 
 @dataclass(frozen=True)

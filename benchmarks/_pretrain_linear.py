@@ -6,14 +6,16 @@ transformers decides while it imports the model: it takes `fla.ops.gated_delta_r
 its own torch code, whose kept activations and host time then outweigh the optimizer's. It does not say why an import
 failed. The choice is therefore made here once for all contenders, and each process looks at what really ran.
 
-The comparison is there because a kernel can be wrong without a word: Triton 3.4 to 3.7.0 gives wrong gradients for some
-shapes on Hopper (flash-linear-attention issue 640). It also tunes the kernels, whose best settings Triton keeps on disk
-(FLA_CACHE_RESULTS=1, the default), so that the contenders' processes find them.
+The comparison is there because a kernel can be wrong without a word: Triton 3.4 to 3.7.0 gives wrong gradients on Hopper
+for tiles of 64 columns (flash-linear-attention issue 640). Versions 0.5.0 to 0.6.0 refuse to run there; 0.4.2 does not,
+and takes tiles of 128 for this model's heads, which are right. The comparison also tunes the kernels. Triton keeps
+their best settings on disk (FLA_CACHE_RESULTS=1, the default), so that the contenders' processes find them.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -25,8 +27,10 @@ TORCH, FLA = "torch", "fla"
 MODEL = "transformers.models.qwen3_5.modeling_qwen3_5"
 KERNELS = "fla.ops.gated_delta_rule"
 TOKENS = 512
-TOLERANCE = 0.03
-"""Relative L2 between BF16 kernels and FP32 torch: roundings make up to 0.01, the fault above 0.5."""
+L2_LIMIT = 0.05
+"""Relative L2 between BF16 kernels and FP32 torch."""
+WORST_LIMIT = 0.3
+"""The largest error of an element, relative to the RMS of its vector: issue 640 shows 0.5 beside an L2 of 0.017."""
 
 
 def choose(asked: str) -> str:
@@ -81,7 +85,11 @@ def versions(chosen: str) -> dict[str, str]:
 
 
 def differences(kernels: Any, reference: Any, heads: int, width: int, device: torch.device) -> dict[str, float]:
-    """Relative L2 between two gated delta rules, of the output and of each gradient, from equal BF16 numbers."""
+    """How far two gated delta rules are apart in their output and gradients, from equal BF16 numbers.
+
+    Returns:
+        Relative L2 by name, and for what consists of vectors the "worst" element's error, see :data:`WORST_LIMIT`.
+    """
     torch.manual_seed(0)
     sizes = {"q": (heads, width), "k": (heads, width), "v": (heads, width), "g": (heads,), "beta": (heads,)}
     inputs = {name: torch.randn(1, TOKENS, *size, device=device).bfloat16() for name, size in sizes.items()}
@@ -100,10 +108,19 @@ def differences(kernels: Any, reference: Any, heads: int, width: int, device: to
         }
 
     found, expected = run(kernels, exact=False), run(reference, exact=True)
-    return {
-        name: float((found[name].double() - value.double()).norm() / value.double().norm())
-        for name, value in expected.items()
-    }
+    apart = {}
+    for name, value in expected.items():
+        error, rms = (found[name].double() - value.double()), value.double().square().mean().sqrt()
+        apart[name] = float(error.square().mean().sqrt() / rms)
+        if value.ndim == 4:
+            rms_of_vector = value.double().square().mean(-1, keepdim=True).sqrt()
+            apart[f"worst {name}"] = float((error.abs() / rms_of_vector.clamp_min(rms)).max())
+    return apart
+
+
+def beyond(apart: Mapping[str, float]) -> list[str]:
+    """The names of differences that no rounding explains, NaN included."""
+    return [name for name, value in apart.items() if not value <= (WORST_LIMIT if "worst" in name else L2_LIMIT)]
 
 
 def check(heads: int, width: int) -> str | None:
@@ -112,9 +129,9 @@ def check(heads: int, width: int) -> str | None:
     rule = import_module(MODEL).torch_chunk_gated_delta_rule
     found = differences(rule, rule.__wrapped__, heads, width, torch.device("cuda"))
     shown = "  ".join(f"{name} {value:.2g}" for name, value in found.items())
-    print(f"fla against plain torch, relative L2: {shown}", flush=True)
-    wrong = [name for name, value in found.items() if not value <= TOLERANCE]
-    return f"fla's kernels are wrong on this GPU ({', '.join(wrong)} beyond {TOLERANCE})." if wrong else None
+    print(f"fla against plain torch: {shown}", flush=True)
+    wrong = ", ".join(f"{name} {found[name]:.2g}" for name in beyond(found))
+    return f"fla's kernels are wrong on this GPU, against plain torch by {wrong}." if wrong else None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ transformers decides while it imports the model: it takes `fla.ops.gated_delta_r
 its own torch code, whose kept activations and host time then outweigh the optimizer's. It does not say why an import
 failed. The choice is therefore made here once for all contenders, and each process looks at what really ran.
 
-The comparison is there because a kernel can be wrong without a word: Triton 3.4 to 3.7.0 gives wrong gradients on Hopper
+The comparison is there because a kernel can be silently wrong: Triton 3.4 to 3.7.0 gives wrong gradients on Hopper
 for tiles of 64 columns (flash-linear-attention issue 640). Versions 0.5.0 to 0.6.0 refuse to run there; 0.4.2 does not,
 and takes tiles of 128 for this model's heads, which are right. The comparison also tunes the kernels. Triton keeps
 their best settings on disk (FLA_CACHE_RESULTS=1, the default), so that the contenders' processes find them.

@@ -301,7 +301,8 @@ def main() -> None:
     if session.queue and arguments.linear_attention == FLA:
         check_kernels(arguments)
     if torch.cuda.is_available():
-        session.memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+        total = torch.cuda.get_device_properties(0).total_memory / GIB
+        session.memory_gib = total - APART_GIB  # of this process
     slots = [device for device in range(arguments.devices) for _ in range(arguments.per_gpu)]
     threads = [threading.Thread(target=session.work, args=(device,)) for device in slots]
     for thread in threads:

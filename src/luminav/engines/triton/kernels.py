@@ -105,11 +105,13 @@ def gated_direction(
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)
     if CAUTIOUS:
-        keep = rule.cautious_mask(ahead, g)
-        return m, v, keep, tl.where(keep, u, 0.0)
+        keep = rule.cautious_mask(ahead, g, MATH)
+        return m, v, keep, u * keep
     else:
-        return m, v, g == g, u
+        return m, v, 1.0, u
 
+
+BAD = tl.constexpr(1024)  # more than a program's iterations
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ def measure_kernel(
     IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.int32, IN_BLOCKS)
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     for i in range(ITERATIONS):
@@ -183,30 +185,29 @@ def measure_kernel(
             g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
-        counts += counted(keep, mask, raw, CAUTIOUS)
+        counts = counted(counts, keep, mask, raw, CAUTIOUS)
         direction_sq = tl.fma(kept, kept, direction_sq)
         param_sq = tl.fma(p, p, param_sq)
     store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
 
 
 @triton.jit
-def counted(keep, mask, raw, CAUTIOUS: tl.constexpr):
-    """1 for a kept element, 65536 for one whose gradient is not finite; the latter is never kept behind a gate."""
-    if CAUTIOUS:
-        return tl.where(keep, 1, tl.where(rule.is_finite(raw), 0, 65536))
-    else:
-        return tl.where(mask, 1, 0) + tl.where(rule.is_finite(raw), 0, 65536)
+def counted(counts, keep, mask, raw, CAUTIOUS: tl.constexpr):
+    """Counts with 1 more for a kept element, and BAD more for one whose gradient is not finite: exact in FP32."""
+    if not CAUTIOUS:
+        keep = tl.where(mask, 1.0, 0.0)
+    return (counts + keep) + tl.where(rule.is_finite(raw), 0.0, BAD * 1.0)
 
 
 @triton.jit
 def store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS: tl.constexpr):
-    """A program's row of sums: Σkeep and the non-finite count (in the halves of one word), Σ(keep·u)², Σp²."""
-    both = total(counts, IN_BLOCKS)
+    """A program's row of sums: Σkeep and the non-finite count, out of the same numbers, Σ(keep·u)², Σp²."""
+    both = counts.to(tl.int32)
     out = partials + pid.to(tl.int64) * NUM_PARTIALS
-    tl.store(out, (both & 0xFFFF).to(tl.float32))
+    tl.store(out, total(both & (BAD - 1), IN_BLOCKS).to(tl.float32))
     tl.store(out + 1, total(direction_sq, IN_BLOCKS))
     tl.store(out + 2, total(param_sq, IN_BLOCKS))
-    tl.store(out + 3, (both >> 16).to(tl.float32))
+    tl.store(out + 3, total(both // BAD, IN_BLOCKS).to(tl.float32))
 
 
 # ---- update ----------------------------------------------------------------------------------------------------------
@@ -240,7 +241,7 @@ def update_kernel(
     left_of_weights = tl.where(tl.load(n + LR) == 0.0, 0, left)  # η = 0 leaves every weight as it is, −0 too
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.int32, IN_BLOCKS)
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     for i in range(ITERATIONS):
@@ -261,7 +262,7 @@ def update_kernel(
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
         if GATHER:
-            counts += counted(keep, mask, raw, CAUTIOUS)
+            counts = counted(counts, keep, mask, raw, CAUTIOUS)
             direction_sq = tl.fma(kept, kept, direction_sq)
             param_sq = tl.fma(p, p, param_sq)
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)

@@ -79,7 +79,7 @@ class Kind:
     def shape(self) -> Shape:
         """How its programs are laid out."""
         if self.moment != torch.uint8:
-            return replace(IN_WHOLE, maxnreg=104) if self.master == columns.SPLIT_MASTER.value else IN_WHOLE
+            return IN_WHOLE
         return replace(IN_CODES, maxnreg=96) if self.shared else IN_CODES  # one moment less to encode
 
     @classmethod

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from luminav.assembly import check_layout, check_param, without_autocast
+from luminav.assembly import check_layout, check_param, ordinary_mode
 from luminav.checkpoints import (
     Sealed,
     loaded_group,
@@ -185,7 +185,6 @@ class LuminaV(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step on every parameter that has a gradient.
 
@@ -210,11 +209,9 @@ class LuminaV(Optimizer):
         return loss
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # eager inside a compiled training step; the base class marks its own methods in this way
-    @torch.inference_mode(False)  # state made in inference mode could not be updated outside it
-    @torch.no_grad()
-    @without_autocast()
     def _step(self, share: Share | None = None) -> None:
-        self._stepper.step(share)
+        with ordinary_mode():
+            self._stepper.step(share)
 
     def nonfinite_grad_count(self) -> int:
         """Number of NaN and infinite gradient elements seen so far by this process; each counted as 0 in the rule.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from array import array
@@ -115,12 +116,15 @@ class Launch:
         self.device = self.steps_of[0].param.device
         self.scaled = False
         self._compiling = False
-        self._ready: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self._ready: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self.noted: list[tuple[Launch, Callable[..., None] | None]] | None = None
+        """Where to note what is launched: the compiled kernel, or None for one that must be looked up every time."""
         self._guard = current_device(self.device)
         self.math = math
         self._fill_static_tables(members)
         self._make_working_tables()
         self._uploaded: tuple[list[int], list[bytes]] | None = None
+        self._rows: dict[int, tuple[Options, bytes]] = {}
 
     @property
     def one_pass(self) -> bool:
@@ -159,7 +163,7 @@ class Launch:
         self.groups = self._words[:rows].view(torch.float64).view(-1, width)
         self.grads = self._words[rows:]
         self._captured = False
-        self._spare_host = torch.empty(rows + num, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._spare_host = self._host_memory(rows + num)
         self.numbers = torch.zeros(num, columns.NUMBERS_WIDTH.value, dtype=torch.float32, device=device)
         self.keys = torch.zeros(num, columns.KEY_WIDTH.value, dtype=torch.int32, device=device)
         self.steps = torch.stack([step.step.to(device) for step in self.steps_of if step.step is not None])
@@ -189,7 +193,7 @@ class Launch:
 
     def refresh(self, addresses: list[int]) -> None:
         """Upload what changed since the last step, gradient addresses and options, in one copy."""
-        rows = [_group_row(batch.options) for batch in self.batches]
+        rows = list(map(self._row, self.batches))
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if capturing or self._captured or self._uploaded != (addresses, rows):
             self._uploaded = (addresses, rows)
@@ -198,6 +202,14 @@ class Launch:
             if isinstance(batch.options.lr, Tensor) and batch.options.lr.device.type != "cpu":
                 self.groups[row, columns.GROUP_LR.value].copy_(batch.options.lr.reshape(()))
 
+    def _row(self, batch: Batch) -> bytes:
+        """A batch's row of the table `groups`, packed anew when its options are others, or may be."""
+        options, row = self._rows.get(id(batch), (None, b""))
+        if options is not batch.options or isinstance(batch.options.lr, Tensor):
+            row = _group_row(batch.options)
+            self._rows[id(batch)] = batch.options, row
+        return row
+
     def _upload(self, addresses: list[int], rows: list[bytes], capturing: bool) -> None:
         """Copy to the device; a graph that is being captured gets host memory of its own, which its replays read again.
 
@@ -205,15 +217,20 @@ class Launch:
         """
         words = array("q", b"".join(rows))
         words.extend(addresses)
-        host = torch.frombuffer(words, dtype=torch.int64)
         if capturing:
-            host = self._spare_host.copy_(host)
+            host = self._spare_host
             _read_by_graphs.append(host)
             self._captured = True
-            self._spare_host = torch.empty_like(host, pin_memory=True)
-        elif self.device.type != "cpu":
-            host = host.pin_memory()  # from the caching allocator, which keeps the memory until the copy is done
+            self._spare_host = self._host_memory(len(words))
+        else:
+            host = self._host_memory(len(words))
+        ctypes.memmove(host.data_ptr(), words.buffer_info()[0], len(words) * words.itemsize)
         self._words.copy_(host, non_blocking=True)
+
+    def _host_memory(self, num_words: int) -> Tensor:
+        """Pinned, from the caching allocator, which keeps the memory until a copy that was ordered is done."""
+        pinned = self.device.type != "cpu"
+        return torch.empty(num_words, dtype=torch.int64, device="cpu", pin_memory=pinned)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
 
@@ -318,8 +335,11 @@ class Launch:
             **options: Its compile-time arguments and options.
         """
         with self._guard:
-            if key is not None and key in self._ready and not self._compiling:
-                self._ready[key]()
+            ready = None if key is None or self._compiling else self._ready.get(key)
+            if self.noted is not None:
+                self.noted.append((self, ready))
+            if ready is not None:
+                ready()
                 return
             options["enable_fp_fusion"] = False  # see rule.py; the default is True up to Triton 3.9
             if not self._compiling:
@@ -331,6 +351,14 @@ class Launch:
                 if self.device.type == "cuda":
                     values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
                 self._ready[key] = functools.partial(compiled[(num_programs, 1, 1)], *values)
+
+    def launch_again(self, kernels: Sequence[Callable[..., None]]) -> None:
+        """Launch kernels, of this device, that were noted before."""
+        with self._guard:
+            driver = triton.runtime.driver.active
+            stream = driver.get_current_stream(driver.get_current_device())
+            for kernel in kernels:
+                kernel(stream=stream)
 
     def _common(self) -> tuple[Tensor, ...]:
         return (

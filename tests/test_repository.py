@@ -182,6 +182,7 @@ LEVELS = {
     "state": 3,  # these serve the optimizer
     "checkpoints": 3,
     "assembly": 3,
+    "custody": 3,
     "replay": 3,
     "distributed": 3,
     "domains": 3,

@@ -66,24 +66,26 @@ def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def make_saveable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Make of a new state dict what can be saved.
+    """Make of a new state dict what can be saved, and what leads to the optimizer's own dicts and tensors no more.
 
+    Its tensors are others on the same memory: ``copy_`` into them reaches the optimizer, ``tensor.data = …`` does not.
     No process group, and no int16 DTensor, which cannot be gathered. Moments in the form that the group's options say:
     after a switch each parameter keeps the old one until it takes a step, and no file may hold one thing and say
     another.
 
     Args:
-        state_dict: Changed, but for the optimizer's own tensors and dicts of state.
+        state_dict: Changed, but for the optimizer's own dicts and tensors of state.
         groups: The optimizer's groups, which `state_dict` describes.
     """
     for group in state_dict["param_groups"]:
         group["process_group"] = None
     state = state_dict["state"]
+    for key, entry in state.items():
+        state[key] = {name: value.detach() if isinstance(value, Tensor) else value for name, value in entry.items()}
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
         options = Options.from_group(group)
         for key, param in zip(saved["params"], group["params"], strict=True):
             if key in state and in_blocks(param):
-                state[key] = dict(state[key])
                 reform_moments(state[key], param, options)
     for key, entry in state.items():
         remainder = entry.get("master_remainder")

@@ -176,7 +176,7 @@ class Watched:
 
     def _update_ratio(self, item: Pending) -> Tensor:
         before = self.full[item.index].to(torch.float64)
-        now = full_weight(item.param, self.stepper.optimizer.state.get(item.param, {})).to(torch.float64)
+        now = full_weight(item.param, self.stepper.state.get(item.param, {})).to(torch.float64)
         length = torch.linalg.vector_norm(before)
         moved = torch.linalg.vector_norm(now - before)
         return torch.where(length > 0, moved / length, 0.0)

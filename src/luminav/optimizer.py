@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, overload
@@ -177,6 +178,25 @@ class LuminaV(Optimizer):
                 check_param(tensor, options)
         return {**group, "params": params, **{name: getattr(options, name) for name in OPTIONS}}
 
+    # ---- the state -------------------------------------------------------------------------------------------------
+
+    # A property, so that a step knows whether anybody may have changed it. It is kept where the base class keeps it.
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """What is kept per parameter: a dict of tensors for each. Edits count from the next step on."""
+        if "state" not in self.__dict__:
+            raise AttributeError("the optimizer has no state yet")
+        self._stepper.custody.hand_out()
+        state: defaultdict[Tensor, Any] = self.__dict__["state"]
+        return state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        if "state" in self.__dict__:  # otherwise the base class's first one
+            self._stepper.custody.hand_out()
+        self.__dict__["state"] = state
+
     # ---- the step --------------------------------------------------------------------------------------------------
 
     @overload
@@ -238,14 +258,29 @@ class LuminaV(Optimizer):
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state and the groups' options, in torch's layout; a process group is saved as None."""
-        # Registered for this call only, so that it runs before the user's hooks, which may rewrite the file.
-        groups = self.param_groups
-        handle = self.register_state_dict_post_hook(lambda _, saved: make_saveable(saved, groups), prepend=True)
+        """The state and the groups' options, in torch's layout; a process group is saved as None.
+
+        The dicts in it are copies, and its tensors share memory with those of the optimizer.
+        """
+        groups, custody = self.param_groups, self._stepper.custody
+        note = custody.note()
+
+        def before(_: Optimizer) -> None:
+            nonlocal note
+            note = custody.note()
+
+        def after(_: Optimizer, saved: dict[str, Any]) -> None:
+            make_saveable(saved, groups)
+            custody.restore(note)  # nothing of what the base class has read is left in the file
+
+        # Registered for this call only: right before the base class reads, and before the user's hooks, which may
+        # rewrite the file.
+        handles = [self.register_state_dict_pre_hook(before), self.register_state_dict_post_hook(after, prepend=True)]
         try:
             return super().state_dict()
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state written by this class or by the public luminav 1.3.x.
@@ -272,9 +307,11 @@ class LuminaV(Optimizer):
         if "param_groups" not in self.__dict__:  # unpickled or deep-copied
             self._stepper = Stepper(self)
             super().__setstate__(state)
+            self._stepper.custody.hand_out()  # after copy.copy() two optimizers have one state
             return
         super().__setstate__(self._unsealed(state))
         self._stepper.forget_writes()
+        self._stepper.custody.renew()
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -284,7 +321,7 @@ class LuminaV(Optimizer):
             loaded_group(saved, current, number)
             for number, (saved, current) in enumerate(zip(loaded["param_groups"], self.param_groups, strict=True))
         ]
-        state = type(self.state)(dict)  # a defaultdict, as the base class keeps it
+        state: defaultdict[Tensor, Any] = defaultdict(dict)  # as the base class keeps it
         index = 0
         for saved, group in zip(loaded["param_groups"], groups, strict=True):
             options, says_bits = Options.from_group(group), "state_bits" in saved
@@ -323,7 +360,7 @@ class LuminaV(Optimizer):
             if name not in exported or param.dtype not in SIXTEEN_BIT:
                 continue
             written = all_written.get(param)
-            state = self.state.get(param, {})
+            state = self._stepper.custody.state.get(param, {})
             master = state.get("master_param")
             if "master_remainder" in state:
                 exported[name] = joined(param, state["master_remainder"])

@@ -8,20 +8,20 @@ what the launches were built from. If that still holds, a step is a few launches
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import chain, compress, starmap, zip_longest
-from operator import attrgetter, is_, is_not, itemgetter, mod
+from itertools import chain, compress, groupby, starmap, zip_longest
+from operator import attrgetter, is_, itemgetter, mod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from luminav.assembly import Scaling, Work
+from luminav.custody import Custody
 from luminav.distributed import local
 from luminav.engines import give_up_triton
-from luminav.engines.batch import ALIGNMENT, NOT_NULL, TensorStep
+from luminav.engines.batch import ALIGNMENT, NOT_NULL
 from luminav.hyperparameters import OPTIONS
 from luminav.state import KEPT_SCALES, ParamState, Written
 
@@ -44,7 +44,7 @@ class TritonFailed(Exception):
 
 
 _values = itemgetter(*(name for name in OPTIONS if name != "lr"))
-_layout, _dtype = attrgetter("layout"), attrgetter("dtype")
+_form = attrgetter("dtype", "device", "layout", "shape")
 
 
 class Replay:
@@ -66,19 +66,21 @@ class Replay:
         pairs = [pair for work in works for pair in zip(work.items, work.batch.steps, strict=True)]
         self._items, self._steps = [item for item, _ in pairs], [step for _, step in pairs]
         self.params = [item.param for item in self._items]
-        self._grad_addresses = [step.present_grad.data_ptr() or NOT_NULL for step in self._steps]
+        self._grad_addresses = _addresses([step.present_grad for step in self._steps])
         places = {id(step): place for place, step in enumerate(self._steps)}
         self._places = [[places[id(step)] for step in launch.steps_of] for launch in self._launches]
+        self._in_order = [own == list(range(len(self._steps))) for own in self._places]
+        self._kernels: list[tuple[Any, list[Any]]] | None = None
         self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
         self._compiled: tuple[bool, bool] | None = None
         self._remembered = False
 
-    def remember(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], *, alone: bool) -> None:
+    def remember(self, groups: list[dict[str, Any]], custody: Custody, *, alone: bool) -> None:
         """Note what the launches were built from, after their first step.
 
         Args:
             groups: The optimizer's groups.
-            state: The optimizer's state. Step counts and kept scales become views of the tables that the kernels write.
+            custody: The optimizer's state. Step counts and kept scales become views of the tables that kernels write.
             alone: Whether these parameters are all that take a step, so that none of the others may have a gradient.
         """
         served = {id(param) for param in self.params}
@@ -90,14 +92,12 @@ class Replay:
         self._lrs = [group["lr"] for group in groups]
         self._batches = [[work.batch for work in self._works if work.items[0].group == n] for n in range(len(groups))]
         aligned = {id(step): launch.kind.aligned for launch in self._launches for step in launch.steps_of}
-        self._dtypes = [step.present_grad.dtype for step in self._steps]
         self._alignment = [ALIGNMENT if aligned[id(step)] else 1 for step in self._steps]
-        self._sizes = list(map(Tensor.numel, self.params))
-        self._install_views()
-        self._state_values = list(self._values_of(state))
-        first_views = [self._items[places[0]].state["step"] for places in self._places]
-        self._tensors = [tensor for step in self._steps for tensor in _tensors(step)] + first_views
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._forms = [_form(param) for param in self.params]
+        self._grad_forms = [_form(step.present_grad) for step in self._steps]
+        self._params_are_alike = self._grads_are_alike = never_alike
+        self._param_addresses = list(map(Tensor.data_ptr, self.params))
+        self._note_state(custody)
         watched = [item for item in self._items if item.options.master_weights != "none"]
         self._written = [(item.param, Written.of(item.param)) for item in watched]
         self._masters = [number for number, item in enumerate(watched) if "master_param" in item.state]
@@ -105,6 +105,17 @@ class Replay:
         for item, step in zip(self._items, self._steps, strict=True):
             item.grad = step.grad = None  # or the gradients of this step would stay in memory for good
         self._remembered = True
+
+    def _note_state(self, custody: Custody) -> None:
+        """Note the state, which has not been looked at since."""
+        self._install_views()
+        first_views = [self._items[places[0]].state["step"] for places in self._places]
+        kept = [tensor for step in self._steps for tensor in step.kept[1:] if tensor is not None]
+        self._state_tensors = kept + first_views
+        self._state_addresses = list(map(Tensor.data_ptr, self._state_tensors))
+        self._state_values = list(chain.from_iterable(map(dict.values, self._states(custody))))
+        custody.changed()
+        self._events, self._looks, self._settled = custody.events, True, False
 
     def _install_views(self) -> None:
         for launch, places in zip(self._launches, self._places, strict=True):
@@ -116,32 +127,61 @@ class Replay:
 
     # ---- does it still hold? -----------------------------------------------------------------------------------------
 
-    def holds(self, groups: list[dict[str, Any]], state: Mapping[Tensor, ParamState], scaling: Scaling | None) -> bool:
+    def holds(self, groups: list[dict[str, Any]], custody: Custody, scaling: Scaling | None) -> bool:
         """Whether a step now would do the same launches. Takes over new gradients and learning rates if so.
 
-        Addresses and sizes are compared too, since ``tensor.data = …`` leaves no other trace; of the step counts,
-        which lie in one table, the first one's address. Loops are left to C, and no object is looked at that need not
-        be: after a wait for the device thousands of small objects are no longer in the cache.
+        Options, parameters and gradients are compared every time, since anybody may change them without our knowledge;
+        state only if somebody may have. Loops are left to C, and no object is looked at that need not be: after a wait
+        for the device thousands of small objects are no longer in the cache.
         """
         return (
             self._same_groups(groups)
+            and self._same_params()
             and self._same_grads()
-            and self._same_state(state)
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and list(map(Tensor.numel, self.params)) == self._sizes
-            and all(map(Tensor.is_contiguous, self.params))
+            and self._same_state(custody)
             and self._masters_unedited()
             and (scaling is None or _kind_of(scaling) == self._compiled)
         )
 
-    def _same_state(self, state: Mapping[Tensor, ParamState]) -> bool:
-        """Whether the state holds the very same objects."""
-        return all(starmap(is_, zip_longest(self._values_of(state), self._state_values)))
+    def _same_params(self) -> bool:
+        """Whether the weights lie where they lay, in the same form: ``param.data = …`` leaves no other trace."""
+        params = self.params
+        if not self._params_are_alike(*params):
+            if not _have_forms(params, self._forms):
+                return False
+            self._params_are_alike = likeness(params)
+        return list(map(Tensor.data_ptr, params)) == self._param_addresses
 
-    def _values_of(self, state: Mapping[Tensor, ParamState]) -> Iterator[Any]:
-        """What is kept for all parameters, or for those of these launches."""
-        states = state.values() if self._watches_all else filter(None, map(state.get, self.params))
-        return chain.from_iterable(map(dict.values, states))
+    def _same_state(self, custody: Custody) -> bool:
+        """Whether the state holds the very same objects, and these the same memory.
+
+        After somebody outside had the state in hand, one step looks at it and the next, if it was left alone since,
+        finds out whether it is still held, and so whether all further steps must look. Of the step counts, which lie in
+        one table, the first one's address is compared.
+        """
+        untouched = custody.events == self._events
+        if untouched and not self._looks:
+            return True
+        states = self._states(custody)
+        if not all(starmap(is_, zip_longest(chain.from_iterable(map(dict.values, states)), self._state_values))):
+            return False
+        if list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses:
+            return False
+        if not untouched:
+            self._events, self._looks, self._settled = custody.events, True, False
+        elif not self._settled:
+            self._looks, self._settled = custody.is_lent(states, self._references()), True
+        return True
+
+    def _states(self, custody: Custody) -> list[ParamState]:
+        """The state of all parameters, or of those of these launches."""
+        state = custody.state
+        return list(state.values() if self._watches_all else filter(None, map(state.get, self.params)))
+
+    def _references(self) -> Iterator[Any]:
+        """What holds state here: each object as often as it is held."""
+        fields = chain.from_iterable(vars(step).values() for step in self._steps)
+        return chain((item.state for item in self._items), fields, self._state_tensors, self._state_values)
 
     def _masters_unedited(self) -> bool:
         """Whether nobody has written a weight that has a master, which would have to adopt the edit."""
@@ -174,25 +214,26 @@ class Replay:
         return True
 
     def _same_grads(self) -> bool:
-        """Whether gradients of the same kind are there; a parameter without one is inactive for this step."""
+        """Whether gradients of the same form are there; a parameter without one is inactive for this step."""
         if any(param.grad is not None for param in self._idle):
             return False
-        present = [grad for param in self.params if (grad := param.grad) is not None]
-        has_grad = None
-        dtypes, sizes, alignment = self._dtypes, self._sizes, self._alignment
-        if len(present) != len(self.params):
+        grads = [grad for param in self.params if (grad := param.grad) is not None]
+        if len(grads) == len(self.params):
+            if not self._grads_are_alike(*grads):
+                if not _have_forms(grads, self._grad_forms):
+                    return False
+                self._grads_are_alike = likeness(grads)
+            addresses = _addresses(grads)
+        else:
             has_grad = [param.grad is not None for param in self.params]
-            dtypes, sizes = list(compress(dtypes, has_grad)), list(compress(sizes, has_grad))
-            alignment = list(compress(alignment, has_grad))
-        if any(map(partial(is_not, torch.strided), map(_layout, present))) or list(map(_dtype, present)) != dtypes:
-            return False
-        if list(map(Tensor.numel, present)) != sizes or not all(map(Tensor.is_contiguous, present)):
-            return False
-        addresses = [address or NOT_NULL for address in map(Tensor.data_ptr, present)]
-        if any(map(mod, addresses, alignment)):
-            return False
-        found = iter(addresses)
-        self._grad_addresses = addresses if has_grad is None else [next(found) if has else 0 for has in has_grad]
+            if not _have_forms(grads, list(compress(self._grad_forms, has_grad))):
+                return False
+            found = iter(_addresses(grads))
+            addresses = [next(found) if has else 0 for has in has_grad]
+        if addresses != self._grad_addresses:
+            if any(map(mod, addresses, self._alignment)):
+                return False
+            self._grad_addresses = addresses
         return True
 
     # ---- launch ------------------------------------------------------------------------------------------------------
@@ -205,8 +246,39 @@ class Replay:
 
     def run(self, scaling: Scaling) -> None:
         """Take the step. Nothing of an exact tensor is written before every exact tensor is measured."""
-        for launch, places in zip(self._launches, self._places, strict=True):
-            launch.refresh([self._grad_addresses[place] for place in places])
+        addresses = self._grad_addresses
+        for launch, places, in_order in zip(self._launches, self._places, self._in_order, strict=True):
+            launch.refresh(addresses if in_order else [addresses[place] for place in places])
+        if self._kernels is None:
+            self._kernels = self._launch_and_note(scaling)
+        elif self._kernels:
+            for launch, kernels in self._kernels:
+                launch.launch_again(kernels)
+        else:
+            self._launch(scaling)
+        torch.autograd.graph.increment_version(self.params)
+        self._watch.after_step()
+        if self._remembered and self._written:
+            self._versions = [param._version for param, _ in self._written]
+
+    def _launch_and_note(self, scaling: Scaling) -> list[tuple[Any, list[Any]]]:
+        """Launch, and note the kernels by device and in their order, so that no further step asks which they are.
+
+        None are noted where one has to be looked up in every step, or is not compiled ahead.
+        """
+        noted: list[tuple[Any, Any]] = []
+        for launch in self._launches:
+            launch.noted = noted
+        self._launch(scaling)
+        for launch in self._launches:
+            launch.noted = None
+        if not all(kernel for _, kernel in noted):
+            return []
+        runs = [list(run) for _, run in groupby(noted, key=lambda pair: pair[0].device)]
+        return [(run[0][0], [kernel for _, kernel in run]) for run in runs]
+
+    def _launch(self, scaling: Scaling) -> None:
+        for launch in self._launches:
             launch.compute_numbers(**_on_device(scaling, launch.device), kept=launch in self.early)
             if not launch.kind.dual:
                 launch.measure_lookahead()
@@ -218,10 +290,6 @@ class Replay:
         for launch in self.late:
             launch.scale(reduce=True, exact=True)
             launch.update(gather=False)
-        torch.autograd.graph.increment_version(self.params)
-        self._watch.after_step()
-        if self._remembered:
-            self._versions = [param._version for param, _ in self._written]
 
     @property
     def is_steady(self) -> bool:
@@ -259,7 +327,9 @@ class Watch:
         self.seen = False
         self._steps = 0
         self._flags = flags
-        self._copies = [torch.zeros(1, dtype=flag.dtype, pin_memory=flag.device.type != "cpu") for flag in flags]
+        self._copies = [
+            torch.zeros(1, dtype=flag.dtype, device="cpu", pin_memory=flag.device.type != "cpu") for flag in flags
+        ]
 
     def after_step(self) -> None:
         """Order a copy after the first step and every 64 steps from then on; look at it 32 steps later."""
@@ -286,5 +356,30 @@ def _on_device(scaling: Scaling, device: torch.device) -> dict[str, Tensor | Non
     }
 
 
-def _tensors(step: TensorStep) -> list[Tensor]:
-    return [tensor for tensor in step.kept if tensor is not None]
+def _addresses(grads: Sequence[Tensor]) -> list[int]:
+    addresses = list(map(Tensor.data_ptr, grads))
+    return [address or NOT_NULL for address in addresses] if 0 in addresses else addresses
+
+
+def _have_forms(tensors: Sequence[Tensor], forms: list[Any]) -> bool:
+    """Whether these are contiguous tensors of these forms."""
+    return list(map(_form, tensors)) == forms and all(map(Tensor.is_contiguous, tensors))
+
+
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A test whether other tensors have these ones' types, dtypes, devices, layouts, shapes and strides, in one call.
+
+    It is what torch.compile guards a graph's inputs with, and like all that is private in torch it may be gone one day:
+    then, as for tensors that differ in their strides only, the test says False, and :func:`_have_forms` decides.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    maker = getattr(guards, "TensorGuards", None)
+    if maker is None:
+        return never_alike
+    check: Callable[..., bool] = maker(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check
+
+
+def never_alike(*tensors: Tensor) -> bool:
+    """The test that knows of no likeness."""
+    return False

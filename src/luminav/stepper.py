@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from luminav import rule
 from luminav.assembly import (
+    UNSCALED,
     Pending,
     Scaling,
     Work,
@@ -33,6 +34,7 @@ from luminav.assembly import (
     sort_into_works,
     update,
 )
+from luminav.custody import Custody
 from luminav.distributed import Sharding, local
 from luminav.engines import able_engine, choose_engine, triton_errors
 from luminav.hyperparameters import Options
@@ -68,6 +70,7 @@ class Stepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer
+        self.custody = Custody(optimizer)
         self.written: dict[Tensor, Written] = {}  # with master weights: each weight after our last write
         self.sharding = Sharding()
         self.replays: dict[Share | None, Replay] = {}  # the kept launches of a whole step (None) and of shares
@@ -75,6 +78,11 @@ class Stepper:
         self.nonfinite: dict[torch.device, Tensor] = {}
         self.warned_nonfinite = False
         self.template = True  # the state may come from an allocation-only step: looked at once, before the next step
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's state, taken without handing it out."""
+        return self.custody.state
 
     def step(self, share: Share | None = None) -> None:
         """Take one step; see :meth:`luminav.LuminaV.step`.
@@ -93,6 +101,7 @@ class Stepper:
         pending = self._checked(share)
         if not pending and not self.sharding.domains:
             return
+        self.custody.changed()
         self._drop_template()
         scaling = self._scaling(pending)
         if scaling is None:
@@ -145,7 +154,7 @@ class Stepper:
                     seen.add(param)
                     check_param(param, options)
                     grad = missing_grad(param) if elsewhere else checked_grad(param)
-                    state = self.optimizer.state.get(param, {})
+                    state = self.state.get(param, {})
                     check_state(param, state, options)
                     engine = able_engine(
                         choose_engine(options.execution, param.device),
@@ -161,12 +170,11 @@ class Stepper:
         grad_scale = getattr(self.optimizer, "grad_scale", None)
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None:
-            return Scaling(grad_scale, None)
+            return UNSCALED if grad_scale is None else Scaling(grad_scale, None)
         # A parameter without kept scales must be known to have stepped, or its next step could not tell whether to
         # measure: one-pass mode looks at the flag until every parameter has its pair.
         unsure = any(
-            p.options.fused_single_pass and not self.optimizer.state.get(p.param, {}).keys() >= set(KEPT_SCALES)
-            for p in pending
+            p.options.fused_single_pass and not self.state.get(p.param, {}).keys() >= set(KEPT_SCALES) for p in pending
         )
         on_host = found_inf.device.type == "cpu" or unsure
         if self.sharding.domains:
@@ -182,7 +190,7 @@ class Stepper:
         the step counts; leaving those at 0 lets parameters that the file does not know stay without state.
         """
         return (
-            not any(self.optimizer.state.values())
+            not any(self.state.values())
             and all(float(item.options.lr) == 0.0 for item in pending)
             and not any(item.grad is not None and item.grad.any() for item in pending)
         )
@@ -190,20 +198,20 @@ class Stepper:
     def _drop_template(self) -> None:
         """Forget what an allocation-only step made beyond a parameter's first state, if no file was read into it."""
         if self.template:
-            for state in self.optimizer.state.values():
+            for state in self.state.values():
                 drop_template(state)
             self.template = False
 
     def _allocate(self, pending: list[Pending], scaling: Scaling) -> None:
         """Make state to load into."""
         self._prepare(pending, scaling, template=True)
-        self.optimizer.state.update({item.param: item.state for item in pending if not item.missing})
+        self.state.update({item.param: item.state for item in pending if not item.missing})
         self.template = True
 
     def _prepare(self, pending: list[Pending], scaling: Scaling, *, template: bool = False) -> None:
         """Bring every parameter's state into the form its mode prescribes."""
         for item in pending:
-            state = item.state = self.optimizer.state.get(item.param) or {}
+            state = item.state = self.state.get(item.param) or {}
             on_device = numbers_on_device(item, scaling)
             written = self.written.get(item.param)
             catch_up(state, item.param, item.options, written, step_on_device=on_device, template=template)
@@ -252,7 +260,7 @@ class Stepper:
         if replay is None:
             return False
         scaling = self._scaling([])
-        if replay.holds(self.optimizer.param_groups, self.optimizer.state, scaling):
+        if replay.holds(self.optimizer.param_groups, self.custody, scaling):
             if scaling is not None:
                 replay.run(scaling)
                 if replay.saw_whole_nonfinite:
@@ -274,8 +282,8 @@ class Stepper:
     def _launch(self, replay: Replay, works: list[Work], scaling: Scaling, share: Share | None, *, keep: bool) -> None:
         """Run the launches; with `keep`, remember them for the next step."""
         replay.run(scaling)
-        self.optimizer.state.update({item.param: item.state for work in works for item in work.items})
-        replay.remember(self.optimizer.param_groups, self.optimizer.state, alone=share is None)
+        self.state.update({item.param: item.state for work in works for item in work.items})
+        replay.remember(self.optimizer.param_groups, self.custody, alone=share is None)
         self.replays[share] = replay
         if not (keep and replay.is_steady):
             self._end_replay(replay, share)
@@ -300,7 +308,7 @@ class Stepper:
         batch, scales = work.batch, work.new_kept
         done = 1 if batch.skip is None else torch.logical_not(batch.skip).to(torch.int64)
         for number, item in enumerate(work.items):
-            state = self.optimizer.state[item.param] = item.state
+            state = self.state[item.param] = item.state
             state["step"] += done
             if batch.options.master_weights != "none":
                 self.written[item.param] = Written.of(item.param)
@@ -317,7 +325,7 @@ class Stepper:
         """What a step would work on now, checked, each with the optimizer's own state."""
         found = self._checked(None)
         for item in found:
-            item.state = self.optimizer.state.get(item.param) or {}
+            item.state = self.state.get(item.param) or {}
         return found
 
     def scaling(self) -> Scaling:

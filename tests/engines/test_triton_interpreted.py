@@ -21,6 +21,7 @@ PARTS = {
     "options": ("test_triton.py", "test_every"),
     "shapes_and_values": ("test_triton.py", "not test_every"),
     "replay": ("test_triton_replay.py", ""),
+    "custody": ("test_triton_custody.py", ""),
 }
 """File and `-k` expression; each a process of about half a minute."""
 

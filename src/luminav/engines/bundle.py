@@ -200,14 +200,14 @@ class Bundle:
 
     def noise(self, *, exp_avg_sq: bool, moment_bits: int = 16) -> Noise:
         """Rounding noise for the flat buffer."""
-        wanted = {"exp_avg_sq": exp_avg_sq, "moment_bits": moment_bits}
+        streams = functools.partial(element_noise, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
         low, high, start = self._element_index()
         keys = [present_key(step) for step in self._steps]
         if len(keys) == 1:
-            return element_noise(keys[0], low, high, start=start, **wanted)
+            return streams(keys[0], low, high, start=start)
         words = zip(*((key.first, key.second) for key in keys), strict=True)
         spread = (self._per_element(torch.tensor(word, dtype=torch.int32, device=self.device)) for word in words)
-        return element_noise(NoiseKey(*spread), low, high, **wanted)
+        return streams(NoiseKey(*spread), low, high)
 
     def _element_index(self) -> tuple[Tensor, Word, int]:
         """Low and high 32 bits of each element's row-major index in its unsharded parameter; the third adds to low."""

@@ -130,6 +130,7 @@ def candidates(shape: torch.Size) -> Iterator[tuple[str, Tracker]]:
             yield f"exp_avg/{name}/block={block}", Tracker(shape, store, None, block)
         for name, store in VARIANCE.items():
             yield f"exp_avg_sq/{name}/block={block}", Tracker(shape, None, store, block)
+        yield f"both/e2m5+e4m4/block={block}", Tracker(shape, floating(2, 5), floating(4, 4), block)
         yield f"both/e3m4+e4m4/block={block}", Tracker(shape, floating(3, 4), floating(4, 4), block)
         yield f"both/int8+e4m4/block={block}", Tracker(shape, linear(127, exact=False), floating(4, 4), block)
         yield f"shared/block={block}", SharedVariance(shape, None, None, block)

@@ -1,7 +1,8 @@
 """State kept in blocks of 64: 8-bit codes against their grid written out, shared variances against the closed form.
 
-The expected grids come from this file: value c of a block is (1 + (c mod 16)/16)·2^(scale − 127 − binades + c//16) from
-c = 16 on, and c/16·2^(scale − 127 − binades + 1) below, where binades is 7 for exp_avg and 15 for exp_avg_sq.
+The expected grids come from this file: with n values a binade, value c of a block is (1 + (c mod n)/n) · 2^(scale − 127
+− binades + c//n) from c = n on, and c/n · 2^(scale − 127 − binades + 1) below. For exp_avg n is 32 and binades 3, for
+exp_avg_sq 16 and 15.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,13 +21,32 @@ from support import ENGINES, dtype_name, exact_step, normal, optimizer_for, para
 from torch import Tensor, nn
 
 from luminav import LuminaV
-from luminav.blocks import EXP_AVG_SQ_TOP, EXP_AVG_TOP, LARGEST_SCALE, block_shape, decode, encode, in_blocks
+from luminav.blocks import (
+    EXP_AVG_FORMAT,
+    EXP_AVG_SQ_FORMAT,
+    LARGEST_SCALE,
+    CodeFormat,
+    block_shape,
+    decode,
+    encode,
+    in_blocks,
+)
 from luminav.hyperparameters import Options
 from luminav.state import conform
 
-BINADES = {EXP_AVG_TOP: 7, EXP_AVG_SQ_TOP: 15}
+
+class Grid(NamedTuple):
+    """What is expected of a format of codes."""
+
+    top: int
+    per_binade: int
+    binades: int
+    signed: bool
+
+
+GRIDS = {EXP_AVG_FORMAT: Grid(127, 32, 3, True), EXP_AVG_SQ_FORMAT: Grid(255, 16, 15, False)}
+FORMATS = {"exp_avg": EXP_AVG_FORMAT, "exp_avg_sq": EXP_AVG_SQ_FORMAT}
 NOISES = 1 << 19
-TOPS = (EXP_AVG_TOP, EXP_AVG_SQ_TOP)
 CODED: dict[str, Any] = {"state_bits": 8}
 SHARED: dict[str, Any] = {"buffer": 1, "block_variance": True}
 MODES: Mapping[str, dict[str, Any]] = {
@@ -43,59 +63,61 @@ MODES: Mapping[str, dict[str, Any]] = {
 }
 SHAPES = ((64, 128), (70, 64), (3, 32, 64), (100, 50), (65,), ())
 """The first three are kept in blocks; (100, 50) has odd rows."""
-by_top = pytest.mark.parametrize("top", TOPS)
+by_form = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 by_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
-def grid(scale: int, top: int) -> Tensor:
+def grid(scale: int, form: CodeFormat) -> Tensor:
     """The magnitudes of a block, float64, in the order of their codes."""
+    top, n, binades, _ = GRIDS[form]
     codes = torch.arange(top + 1, dtype=torch.float64)
-    values = (1 + codes.remainder(16) / 16) * torch.exp2(scale - 127 - BINADES[top] + codes.div(16).floor())
-    values[:16] = codes[:16] / 16 * 2.0 ** (scale - 127 - BINADES[top] + 1)
+    values = (1 + codes.remainder(n) / n) * torch.exp2(scale - 127 - binades + codes.div(n).floor())
+    values[:n] = codes[:n] / n * 2.0 ** (scale - 127 - binades + 1)
     return values
 
 
-def smallest_scale(largest: float, top: int) -> int:
+def smallest_scale(largest: float, form: CodeFormat) -> int:
     """The lowest scale whose grid reaches up to `largest`, and whose smallest value FP32 has as a normal number."""
-    return next(s for s in range(BINADES[top] + 4, LARGEST_SCALE + 1) if grid(s, top)[-1].item() >= largest)
+    lowest = next(s for s in range(1, 255) if grid(s, form)[1].item() >= 2.0**-126)
+    return next(s for s in range(lowest, LARGEST_SCALE + 1) if grid(s, form)[-1].item() >= largest)
 
 
-def widened(codes: Tensor, scales: Tensor, top: int) -> Tensor:
+def widened(codes: Tensor, scales: Tensor, form: CodeFormat) -> Tensor:
     """What codes stand for, in float64."""
     blocks = codes.reshape(-1, 64)
-    grids = torch.stack([grid(scale, top) for scale in scales.flatten().tolist()])
-    magnitude = grids.gather(1, (blocks & top).long())
-    sign = torch.where((blocks & 0x80 > 0) & (top < 0x80), -1.0, 1.0)
+    grids = torch.stack([grid(scale, form) for scale in scales.flatten().tolist()])
+    magnitude = grids.gather(1, (blocks & GRIDS[form].top).long())
+    sign = torch.where((blocks & 0x80 > 0) & GRIDS[form].signed, -1.0, 1.0)
     return (magnitude * sign).reshape(codes.shape)
 
 
 # ---- the codes -----------------------------------------------------------------------------------------------------
 
 
-@by_top
+@by_form
 @pytest.mark.parametrize("scale", [19, 20, 100, 127, 200, LARGEST_SCALE])
-def test_every_code_stands_for_its_value_and_is_kept(scale: int, top: int) -> None:
+def test_every_code_stands_for_its_value_and_is_kept(scale: int, form: CodeFormat) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(4, 64).clone()
-    codes[:, 0] = top  # so that each block needs this scale
+    codes[:, 0] = GRIDS[form].top  # so that each block needs this scale
     scales = torch.full((4,), scale, dtype=torch.uint8)
-    value = decode(codes, scales, top)
-    assert torch.equal(value.double(), widened(codes, scales, top))
+    value = decode(codes, scales, form)
+    assert torch.equal(value.double(), widened(codes, scales, form))
     for noise in (None, torch.zeros(4, 64, dtype=torch.int32), torch.full((4, 64), NOISES - 1, dtype=torch.int32)):
-        again, same = encode(value, top, noise)
+        again, same = encode(value, form, noise)
         assert torch.equal(again, codes) and torch.equal(same, scales)
 
 
-@by_top
+@by_form
 @pytest.mark.parametrize("place", [0.0, 2**-17, 0.25, 0.5 + 2**-10, 1 - 2**-12])
 @pytest.mark.parametrize("code", [0, 1, 15, 16, 60, 126])
-def test_the_share_of_noises_that_round_up_is_the_place(code: int, place: float, top: int) -> None:
+def test_the_share_of_noises_that_round_up_is_the_place(code: int, place: float, form: CodeFormat) -> None:
     """All 2¹⁹ noises at once, so nothing is left to chance: floor or ceiling of place·2¹⁹ of them round up."""
     scale = 120
-    low, high = grid(scale, top)[code].item(), grid(scale, top)[code + 1].item()
+    low, high = grid(scale, form)[code].item(), grid(scale, form)[code + 1].item()
     value = torch.full((NOISES // 32, 64), low + place * (high - low))
-    value[:, 32:] = grid(scale, top)[-1].item()
+    value[:, 32:] = grid(scale, form)[-1].item()
     noise = torch.arange(NOISES, dtype=torch.int32).view(-1, 32).repeat(1, 2)
-    codes, scales = encode(value, top, noise)
+    codes, scales = encode(value, form, noise)
     assert (scales == scale).all()
     rounded = codes[:, :32].long()
     exact = (value[0, 0].double().item() - low) / (high - low)
@@ -108,45 +130,45 @@ finite = st.floats(-LARGEST_CODED, LARGEST_CODED, width=32, allow_nan=False)
 
 
 @settings(max_examples=300, derandomize=True, database=None, deadline=None)
-@given(st.data(), st.sampled_from(TOPS), st.one_of(st.none(), st.integers(0, NOISES - 1)))
-def test_blocks_of_any_values(data: st.DataObject, top: int, noise: int | None) -> None:
+@given(st.data(), st.sampled_from(list(GRIDS)), st.one_of(st.none(), st.integers(0, NOISES - 1)))
+def test_blocks_of_any_values(data: st.DataObject, form: CodeFormat, noise: int | None) -> None:
     """Each value becomes a neighbour on the lowest grid that holds the block: edges, zeros, huge and tiny values."""
     few = data.draw(st.lists(finite, min_size=1, max_size=8))
     block = torch.tensor([few[i % len(few)] for i in range(64)], dtype=torch.float32)
-    block = block if top == EXP_AVG_TOP else block.abs()
+    block = block if GRIDS[form].signed else block.abs()
     drawn = None if noise is None else torch.full((1, 64), noise, dtype=torch.int32)
-    codes, scales = encode(block.view(1, 64), top, drawn)
-    read = widened(codes, scales, top)[0]
-    assert torch.equal(read, decode(codes, scales, top)[0].double())
+    codes, scales = encode(block.view(1, 64), form, drawn)
+    read = widened(codes, scales, form)[0]
+    assert torch.equal(read, decode(codes, scales, form)[0].double())
     scale = int(scales)
-    assert scale == smallest_scale(block.abs().max().item(), top)
-    values, magnitude = grid(scale, top), block.double().abs()
-    above = values[torch.searchsorted(values, magnitude).clamp_max(top)]
+    assert scale == smallest_scale(block.abs().max().item(), form)
+    values, magnitude = grid(scale, form), block.double().abs()
+    above = values[torch.searchsorted(values, magnitude).clamp_max(GRIDS[form].top)]
     below = values[(torch.searchsorted(values, magnitude, right=True) - 1).clamp_min(0)]
     assert ((read.abs() == above) | (read.abs() == below)).all()
-    assert torch.equal(torch.signbit(read), torch.signbit(block) & (top == EXP_AVG_TOP))
+    assert torch.equal(torch.signbit(read), torch.signbit(block) & GRIDS[form].signed)
     if noise is None:
         assert ((read.abs() - magnitude).abs() <= (above - below) / 2).all()
 
 
-@by_top
-@pytest.mark.parametrize("largest", [LARGEST_CODED * 1.01, 2.0**121, torch.finfo(torch.float32).max])
-def test_a_block_beyond_the_largest_scale_is_divided_until_it_fits(largest: float, top: int) -> None:
+@by_form
+@pytest.mark.parametrize("largest", [LARGEST_CODED * 1.02, 2.0**121, torch.finfo(torch.float32).max])
+def test_a_block_beyond_the_largest_scale_is_divided_until_it_fits(largest: float, form: CodeFormat) -> None:
     """By one power of two for the whole block, so that its values keep their proportions."""
     share = torch.linspace(1, 0, 64, dtype=torch.float64)
     block = (share * largest).float().view(1, 64)
-    codes, scales = encode(block, top, None)
-    read = widened(codes, scales, top)[0]
+    codes, scales = encode(block, form, None)
+    read = widened(codes, scales, form)[0]
     factor = 2.0 ** round(math.log2(read[0].item() / largest))
-    assert int(scales) == LARGEST_SCALE and 2.0**-9 <= factor < 1
-    step = torch.maximum(block[0].double() * factor / 32, grid(LARGEST_SCALE, top)[1] / 2)
+    assert int(scales) == LARGEST_SCALE and 2.0**-13 <= factor < 1
+    step = torch.maximum(block[0].double() * factor / GRIDS[form].per_binade / 2, grid(LARGEST_SCALE, form)[1] / 2)
     assert ((read - block[0].double() * factor).abs() <= step).all()
 
 
-@by_top
-def test_zeros_stay_zeros(top: int) -> None:
-    codes, scales = encode(torch.zeros(2, 64), top, torch.full((2, 64), NOISES - 1, dtype=torch.int32))
-    assert not codes.any() and torch.equal(decode(codes, scales, top), torch.zeros(2, 64))
+@by_form
+def test_zeros_stay_zeros(form: CodeFormat) -> None:
+    codes, scales = encode(torch.zeros(2, 64), form, torch.full((2, 64), NOISES - 1, dtype=torch.int32))
+    assert not codes.any() and torch.equal(decode(codes, scales, form), torch.zeros(2, 64))
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------------
@@ -174,12 +196,12 @@ def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], ste
 def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
     """exp_avg and exp_avg_sq per element, float64, from whatever form they are kept in."""
     found: list[Tensor | None] = []
-    for key, top in (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP)):
+    for key, form in FORMATS.items():
         value = state.get(key)
         if value is None:
             found.append(None)
         elif value.dtype == torch.uint8:
-            found.append(widened(value, state[f"{key}_scale"], top))
+            found.append(widened(value, state[f"{key}_scale"], form))
         elif value.shape != param.shape:
             found.append(value.double().reshape(-1, 1).expand(-1, 64).reshape(param.shape))
         else:
@@ -216,11 +238,11 @@ def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> No
                     continue
                 assert wanted is not None
                 error = (read - wanted).abs()
-                if kept[key].dtype == torch.uint8:  # the step between codes: 1/16 of a binade, or of the lowest binade
-                    top = EXP_AVG_TOP if key == "exp_avg" else EXP_AVG_SQ_TOP
-                    small = torch.exp2(kept[f"{key}_scale"].double() - 127 - BINADES[top] + 1) / 16 * 1.0001
+                if kept[key].dtype == torch.uint8:  # the step between codes
+                    _, n, binades, _ = GRIDS[FORMATS[key]]
+                    small = torch.exp2(kept[f"{key}_scale"].double() - 127 - binades + 1) / n * 1.0001
                     small = small.reshape(-1, 1).expand(-1, 64).reshape(param.shape)
-                    assert (error <= torch.maximum(wanted.abs() / 16 * 1.0001, small)).all(), (step, number, key)
+                    assert (error <= torch.maximum(wanted.abs() / n * 1.0001, small)).all(), (step, number, key)
                 else:
                     blocks = wanted.reshape(-1, 64) if in_blocks(param) else wanted.reshape(1, -1)
                     largest = blocks.abs().amax(1, keepdim=True).expand(blocks.shape).reshape(wanted.shape)
@@ -346,8 +368,8 @@ def test_codes_are_widened_when_the_group_wants_16_bits() -> None:
 def test_moments_are_coded_when_the_group_wants_8_bits() -> None:
     _param, before, after = switched({}, CODED)
     assert after["exp_avg"].dtype == torch.uint8 == after["exp_avg_sq"].dtype
-    for key, top in (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP)):
-        codes, scales = encode(before[key].view(-1, 64), top, None)
+    for key, form in FORMATS.items():
+        codes, scales = encode(before[key].view(-1, 64), form, None)
         assert torch.equal(scales.view(64, 2), after[f"{key}_scale"])
         assert torch.equal(codes.view(64, 128), after[key])
 
@@ -515,7 +537,7 @@ def test_codes_without_scales_are_refused() -> None:
         LuminaV(params, **CODED).load_state_dict(file)
 
 
-@pytest.mark.parametrize(("key", "value"), [("exp_avg", 0), ("exp_avg", 247), ("exp_avg_sq", 18), ("exp_avg_sq", 255)])
+@pytest.mark.parametrize(("key", "value"), [("exp_avg", 7), ("exp_avg", 243), ("exp_avg_sq", 18), ("exp_avg_sq", 255)])
 def test_impossible_scales_are_refused(key: str, value: int) -> None:
     """Where there are codes to read by them: what has never been written has scale 0."""
     params = new_params(torch.bfloat16)
@@ -524,7 +546,7 @@ def test_impossible_scales_are_refused(key: str, value: int) -> None:
     file = through_a_file(optimizer.state_dict())
     file["state"][0][f"{key}_scale"][1, 1] = value
     before = state_of(optimizer, params)
-    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}_scale' must be in \[\d+, 246\]. Is the file damaged"):
+    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}_scale' must be in \[\d+, 242\]. Is the file damaged"):
         optimizer.load_state_dict(file)
     assert_same_state(state_of(optimizer, params), before)
     file["state"][0][key].view(-1, 64)[3] = 0

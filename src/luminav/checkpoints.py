@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, LARGEST_SCALE, in_blocks, smallest_scale
+from luminav.blocks import BLOCK, LARGEST_SCALE, CodeFormat, in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
 from luminav.state import (
@@ -206,9 +206,9 @@ def loaded_state(
                 "damaged?"
             )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
-    for key, top in MOMENTS:
+    for key, form in MOMENTS:
         if f"{key}_scale" in state and state[key].dtype == torch.uint8:
-            _check_scales(state[f"{key}_scale"], state[key], key, top, where)
+            _check_scales(state[f"{key}_scale"], state[key], key, form, where)
     return state
 
 
@@ -231,9 +231,9 @@ def _form_of(
     return dtype, functools.partial(kind.first, param, options)
 
 
-def _check_scales(scales: Tensor, codes: Tensor, key: str, top: int, where: str) -> None:
+def _check_scales(scales: Tensor, codes: Tensor, key: str, form: CodeFormat, where: str) -> None:
     """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
-    exponents, lowest = local(scales).view(-1), smallest_scale(top)
+    exponents, lowest = local(scales).view(-1), form.smallest_scale
     impossible = (exponents < lowest) | (exponents > LARGEST_SCALE)
     if bool((impossible & local(codes).reshape(-1, BLOCK).any(1)).any()):
         raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_SCALE}]. Is the file damaged?")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, block_shape, decode, encode, in_blocks
+from luminav.blocks import BLOCK, EXP_AVG_FORMAT, EXP_AVG_SQ_FORMAT, block_shape, decode, encode, in_blocks
 from luminav.distributed import block_placements, is_dtensor, local
 from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
@@ -194,7 +194,7 @@ def kept_tensors(state: ParamState) -> list[Tensor]:
 
 
 KEPT_SCALES = ("cautious_scale", "bound_scale")
-MOMENTS = (("exp_avg", EXP_AVG_TOP), ("exp_avg_sq", EXP_AVG_SQ_TOP))
+MOMENTS = (("exp_avg", EXP_AVG_FORMAT), ("exp_avg_sq", EXP_AVG_SQ_FORMAT))
 """Keys of the moments, and the tops of their codes."""
 SCALES = {f"{key}_scale": key for key, _ in MOMENTS}
 """Keys of the scales of 8-bit codes, and of the moments that they belong to."""
@@ -282,7 +282,7 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
     Codes are rounded to nearest here; a block's number is the mean of its elements.
     """
     kinds = {kind.key: kind for kind in STATE}
-    for key, top in MOMENTS:
+    for key, form in MOMENTS:
         value, kind = state.get(key), kinds[key]
         if not isinstance(value, Tensor) or not kind.wanted(param, options):
             continue
@@ -294,14 +294,14 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         if value.dtype == torch.uint8:
             scales = local(state.pop(f"{key}_scale")).to(param.device)
-            dense = decode(held.reshape(-1, BLOCK), scales.view(-1), top)
+            dense = decode(held.reshape(-1, BLOCK), scales.view(-1), form)
         elif value.shape == param.shape:
             dense = held.reshape(-1, BLOCK).to(wide)
         else:
             dense = held.reshape(-1, 1).expand(-1, BLOCK).to(wide)
         state[key] = fresh = kind.first(param, options)
         if coded:
-            codes, scales = encode(saturated(dense, torch.float32).to(torch.float32), top, None)
+            codes, scales = encode(saturated(dense, torch.float32).to(torch.float32), form, None)
             state[f"{key}_scale"] = kinds[f"{key}_scale"].first(param, options)
             local(state[f"{key}_scale"]).view(-1).copy_(scales)
             dense = codes

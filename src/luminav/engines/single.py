@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from luminav import rule
-from luminav.blocks import BLOCK, EXP_AVG_SQ_TOP, EXP_AVG_TOP, NOISE_BITS, decode, encode
+from luminav.blocks import BLOCK, EXP_AVG_FORMAT, EXP_AVG_SQ_FORMAT, NOISE_BITS, CodeFormat, decode, encode
 from luminav.engines.batch import Batch, Scales, TensorStep
 from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
 from luminav.rounding import (
@@ -75,7 +75,7 @@ class Moment(NamedTuple):
 
     of: Select
     scale_of: Select
-    top: int
+    form: CodeFormat
 
     def in_codes(self, batch: Batch) -> bool:
         """Whether a batch keeps it in 8-bit codes."""
@@ -91,8 +91,8 @@ class Moment(NamedTuple):
         return largest_finite(stored)
 
 
-EXP_AVG = Moment(exp_avg_of, exp_avg_scale_of, EXP_AVG_TOP)
-EXP_AVG_SQ = Moment(exp_avg_sq_of, exp_avg_sq_scale_of, EXP_AVG_SQ_TOP)
+EXP_AVG = Moment(exp_avg_of, exp_avg_scale_of, EXP_AVG_FORMAT)
+EXP_AVG_SQ = Moment(exp_avg_sq_of, exp_avg_sq_scale_of, EXP_AVG_SQ_FORMAT)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def load_moment(batch: Batch, bundle: Bundle, moment: Moment) -> Tensor:
     """A bundle's moment, to be overwritten."""
     if moment.in_codes(batch):
         codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8, BLOCK)
-        return decode(codes.view(-1, BLOCK), scales, moment.top).view(-1)
+        return decode(codes.view(-1, BLOCK), scales, moment.form).view(-1)
     return bundle.copy(moment.of, batch.compute_dtype, moment.share(batch))
 
 
@@ -331,7 +331,7 @@ def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, no
     """Write one moment, already saturated, in its storage format."""
     if moment.in_codes(batch):
         noise = None if noise is None else noise.view(-1, BLOCK)
-        codes, scales = encode(value.view(-1, BLOCK), moment.top, noise)
+        codes, scales = encode(value.view(-1, BLOCK), moment.form, noise)
         bundle.store(moment.of, codes.view(-1), batch.skip)
         bundle.store(moment.scale_of, scales, batch.skip, share=BLOCK)
         return

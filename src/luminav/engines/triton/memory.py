@@ -124,7 +124,9 @@ def load_moment(
 
 
 @triton.jit
-def widen_moment(stored, scale, beta, TYPE: tl.constexpr, TOP: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr):
+def widen_moment(
+    stored, scale, beta, TYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr
+):
     """A moment as FP32, and what it decays by.
 
     The factor of 8-bit codes goes with the decay rate, which is what multiplies a moment first.
@@ -132,7 +134,7 @@ def widen_moment(stored, scale, beta, TYPE: tl.constexpr, TOP: tl.constexpr, SHA
     if SHARED:
         return stored, beta
     elif tl.uint8 == TYPE:
-        value, factor = rounding.decode(stored, scale.to(tl.int32), TOP, MATH != rule.PORTABLE)
+        value, factor = rounding.decode(stored, scale.to(tl.int32), MANTISSA_BITS, MATH != rule.PORTABLE)
         return value, factor * beta
     else:
         return widen(stored, TYPE, MATH), beta
@@ -167,7 +169,7 @@ def load_tile(
 
 @triton.jit
 def store_moment(
-    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, TOP: tl.constexpr,
+    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr,
     SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
@@ -176,7 +178,7 @@ def store_moment(
         tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
     elif tl.uint8 == TYPE:
         rows, inside = block_tile(first, left, BLOCK)
-        codes, scale = rounding.encode(x, noise, TOP, STOCHASTIC, MATH != rule.PORTABLE)
+        codes, scale = rounding.encode(x, noise, MANTISSA_BITS, STOCHASTIC, MATH != rule.PORTABLE)
         tl.store(pointer + offsets, codes, mask=mask)
         tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])
     else:

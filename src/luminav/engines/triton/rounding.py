@@ -28,18 +28,16 @@ FP16_ULP_OF_ONE = tl.constexpr(rounding.FP16_ULP_OF_ONE)
 MASTER_CAP_BF16 = tl.constexpr(rounding.MASTER_CAP_BF16)
 
 BLOCK = tl.constexpr(blocks.BLOCK)
-SHIFT = tl.constexpr(blocks.SHIFT)
-EXP_AVG_TOP = tl.constexpr(blocks.EXP_AVG_TOP)
-EXP_AVG_SQ_TOP = tl.constexpr(blocks.EXP_AVG_SQ_TOP)
-MANTISSAS = tl.constexpr(1 << blocks.MANTISSA_BITS)
-ULP = tl.constexpr(1 << blocks.SHIFT)
-NOISE_BITS = tl.constexpr(blocks.NOISE_BITS)
-FP16_SHIFT = tl.constexpr(blocks.FP16_SHIFT)
 SIGN = tl.constexpr(blocks.SIGN)
+NOISE_BITS = tl.constexpr(blocks.NOISE_BITS)
 HALF = tl.constexpr(blocks.HALF)
 UP = tl.constexpr(blocks.UP)
-SMALLEST_SCALE = tl.constexpr(blocks.smallest_scale(0))
 LARGEST_SCALE = tl.constexpr(blocks.LARGEST_SCALE)
+# The mantissa bits stand for a format of codes: five mean exp_avg's.
+EXP_AVG_MANTISSA = tl.constexpr(blocks.EXP_AVG_FORMAT.mantissa_bits)
+EXP_AVG_SQ_MANTISSA = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.mantissa_bits)
+EXP_AVG_TOP = tl.constexpr(blocks.EXP_AVG_FORMAT.top)
+EXP_AVG_SQ_TOP = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.top)
 
 
 @triton.jit
@@ -74,9 +72,9 @@ def stream(x, MULTIPLIER: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def moment_stream(x, MULTIPLIER: tl.constexpr, MOMENT: tl.constexpr):
+def moment_stream(x, MULTIPLIER: tl.constexpr, MANTISSA_BITS: tl.constexpr, MOMENT: tl.constexpr):
     """Noise bits of a moment's stream: as many as its storage type cuts off."""
-    return stream(x, MULTIPLIER, NOISE_BITS if tl.uint8 == MOMENT else 16)
+    return stream(x, MULTIPLIER, 23 - MANTISSA_BITS if tl.uint8 == MOMENT else 16)
 
 
 @triton.jit
@@ -144,42 +142,48 @@ def power_of_two(exponents):
 
 
 @triton.jit
-def decode(codes, scales, TOP: tl.constexpr, PTX: tl.constexpr):
+def decode(codes, scales, MANTISSA_BITS: tl.constexpr, PTX: tl.constexpr):
     """uint8 codes [blocks, 64] as FP32, and the factors that make them values, from int32 scales [blocks, 1]."""
+    SIGNED: tl.constexpr = MANTISSA_BITS == EXP_AVG_MANTISSA
+    TOP: tl.constexpr = EXP_AVG_TOP if SIGNED else EXP_AVG_SQ_TOP
     if PTX:
         value = tl.inline_asm_elementwise(
-            UNPACK_SIGNED if TOP < SIGN else UNPACK, "=f,=f,=f,=f,r", [codes], dtype=tl.float32, is_pure=True, pack=4
+            UNPACK_EXP_AVG if SIGNED else UNPACK_EXP_AVG_SQ, "=f,=f,=f,=f,r", [codes], tl.float32, is_pure=True, pack=4
         )
     else:
         code = codes.to(tl.int32)
-        pattern = (code & TOP) << FP16_SHIFT
-        if TOP < SIGN:
+        pattern = (code & TOP) << (10 - MANTISSA_BITS)
+        if SIGNED:
             pattern = pattern | ((code & SIGN) << 8)
         value = pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return value, power_of_two(scales + (15 - TOP // MANTISSAS))
+    return value, power_of_two(scales + (15 - (TOP >> MANTISSA_BITS)))
 
 
 @triton.jit
-def encode(x, noise, TOP: tl.constexpr, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+def encode(x, noise, MANTISSA_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
     """uint8 codes and int32 scales [blocks, 1] of FP32 [blocks, 64]; `noise` is uint32, unused for nearest.
 
     The device must have FP32's subnormals. With PTX four codes are packed at a time.
     """
+    SIGNED: tl.constexpr = MANTISSA_BITS == EXP_AVG_MANTISSA
+    TOP: tl.constexpr = EXP_AVG_TOP if SIGNED else EXP_AVG_SQ_TOP
+    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
     largest = tl.max(tl.abs(x), 1, keep_dims=True).to(tl.int32, bitcast=True)
-    scale = tl.maximum((largest + (ULP - 1)) >> 23, TOP // MANTISSAS + SMALLEST_SCALE)
-    DOWN: tl.constexpr = 2.0 ** (127 - UP + TOP // MANTISSAS)
+    ULP: tl.constexpr = 2**SHIFT
+    scale = tl.maximum((largest + (ULP - 1)) >> 23, (TOP >> MANTISSA_BITS) + MANTISSA_BITS)
+    DOWN: tl.constexpr = 2.0 ** (127 - UP + (TOP >> MANTISSA_BITS))
     pattern = (x * power_of_two(-scale + UP) * DOWN).to(tl.int32, bitcast=True)
     if STOCHASTIC:
         pattern += noise.to(tl.int32, bitcast=True)
     else:
-        pattern += HALF
+        pattern += HALF >> (NOISE_BITS - SHIFT)
     if PTX:
         code = tl.inline_asm_elementwise(
-            PACK_SIGNED if TOP < SIGN else PACK, "=r,r,r,r,r", [pattern], dtype=tl.uint8, is_pure=True, pack=4
+            PACK_EXP_AVG if SIGNED else PACK_EXP_AVG_SQ, "=r,r,r,r,r", [pattern], tl.uint8, is_pure=True, pack=4
         )
     else:
         code = (pattern >> SHIFT) & TOP
-        if TOP < SIGN:
+        if SIGNED:
             code = code | ((pattern >> 24) & SIGN)
         code = code.to(tl.uint8)
     return code, tl.minimum(scale, LARGEST_SCALE)
@@ -201,13 +205,13 @@ _UNPACK = """{{
     cvt.f32.f16 $3, b;
 }}"""
 _MOVE = "shr.u32 {0}, {0}, 2;"
-_MOVE_SIGNED = """shr.u32 moved, {0}, 2;
-    and.b32 moved, moved, 0x1fc01fc0;
+_MOVE_SIGNED = """shr.u32 moved, {0}, 3;
+    and.b32 moved, moved, 0x0fe00fe0;
     lop3.b32 {0}, {0}, 0x80008000, moved, 0xEA; // its sign, and the rest moved"""
-UNPACK = tl.constexpr(_UNPACK.format(low=_MOVE.format("low"), high=_MOVE.format("high")))
-UNPACK_SIGNED = tl.constexpr(_UNPACK.format(low=_MOVE_SIGNED.format("low"), high=_MOVE_SIGNED.format("high")))
+UNPACK_EXP_AVG_SQ = tl.constexpr(_UNPACK.format(low=_MOVE.format("low"), high=_MOVE.format("high")))
+UNPACK_EXP_AVG = tl.constexpr(_UNPACK.format(low=_MOVE_SIGNED.format("low"), high=_MOVE_SIGNED.format("high")))
 
-# FP32 patterns with a code at bit 19 to bytes: the upper halves of two at a time, moved down by three.
+# FP32 patterns with a code at bit 18 or 19 to bytes: the upper halves of two at a time, moved down by two or three.
 _PACK = """{{
     .reg .b32 low, high, sign;
     prmt.b32 low, $1, $2, 0x7632;
@@ -218,7 +222,7 @@ _PACK = """{{
 }}"""
 _DROP = "shr.u32 {0}, {0}, 3;"
 _DROP_SIGNED = """shr.u32 sign, {0}, 8;
-    shr.u32 {0}, {0}, 3;
+    shr.u32 {0}, {0}, 2;
     lop3.b32 {0}, {0}, sign, 0x007f007f, 0xE4; // 7 bits of the first, the one above of the second"""
-PACK = tl.constexpr(_PACK.format(low=_DROP.format("low"), high=_DROP.format("high")))
-PACK_SIGNED = tl.constexpr(_PACK.format(low=_DROP_SIGNED.format("low"), high=_DROP_SIGNED.format("high")))
+PACK_EXP_AVG_SQ = tl.constexpr(_PACK.format(low=_DROP.format("low"), high=_DROP.format("high")))
+PACK_EXP_AVG = tl.constexpr(_PACK.format(low=_DROP_SIGNED.format("low"), high=_DROP_SIGNED.format("high")))

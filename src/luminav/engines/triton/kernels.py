@@ -120,7 +120,7 @@ BAD = tl.constexpr(1024)  # more than a program's iterations
 def lookahead_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
     GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -134,7 +134,7 @@ def lookahead_kernel(
     IN_BLOCKS: tl.constexpr = tl.uint8 == MOMENT
     squares = zeros(BLOCK, tl.float64, IN_BLOCKS)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
-    for i in range(ITERATIONS):
+    for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
         mask = offsets < left
         g = widen(load_stored(grad, offsets, mask, GRAD), GRAD, MATH)
@@ -151,7 +151,7 @@ def measure_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
     PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -171,7 +171,7 @@ def measure_kernel(
     counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    for i in range(ITERATIONS):
+    for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         mask = tile(i * BLOCK, BLOCK, IN_BLOCKS) < left
         raw, p, remainder, m, v, m_scale, v_scale = load_tile(
             grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left,
@@ -219,7 +219,7 @@ def update_kernel(
     PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, MASTER_FORM: tl.constexpr,
     DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, COORDINATE: tl.constexpr,
     STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, OFFSET: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store new weights and moments; with GATHER also leave each program's share of the sums."""
     pid = tl.program_id(0)
@@ -244,7 +244,7 @@ def update_kernel(
     counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    for i in range(ITERATIONS):
+    for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
         mask = offsets < left

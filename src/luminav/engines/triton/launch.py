@@ -33,6 +33,8 @@ class Shape:
     """Elements in flight: eight per thread with four warps and 1024, one 16-byte load of BF16 each."""
     iterations: int
     num_warps: int
+    stages: int
+    """How many iterations are under way at once, the loads of later ones into shared memory; 1 for no such thing."""
     maxnreg: int | None
     """Registers per thread. Said aloud, because left alone the assembler saves registers by moving a load down to its
     first use, and every iteration then waits for memory."""
@@ -44,8 +46,8 @@ RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
 SPAN = 1 << 13
 """Elements of a program. Below 2¹⁵, since two counts of so many elements share 32 bits."""
-IN_WHOLE = Shape(1024, SPAN >> 10, 4, 96)
-IN_CODES = Shape(256, SPAN >> 8, 1, 128)
+IN_WHOLE = Shape(1024, SPAN >> 10, 4, 4, 96)
+IN_CODES = Shape(256, SPAN >> 8, 1, 4, 96)
 """A program of one warp: scales change hands within it, and no warp waits for another."""
 
 TRITON_TYPES = {
@@ -79,9 +81,8 @@ class Kind:
     @property
     def shape(self) -> Shape:
         """How its programs are laid out."""
-        if self.moment != torch.uint8:
-            return IN_WHOLE
-        return replace(IN_CODES, maxnreg=96) if self.shared else IN_CODES  # one moment less to encode
+        shape = IN_CODES if self.moment == torch.uint8 else IN_WHOLE
+        return replace(shape, stages=1) if self.shared else shape
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
@@ -375,7 +376,7 @@ class Launch:
     def _shape(self) -> dict[str, Any]:
         shape = self.kind.shape
         options: dict[str, Any] = {
-            "BLOCK": shape.block, "ITERATIONS": shape.iterations, "num_warps": shape.num_warps,
+            "BLOCK": shape.block, "ITERATIONS": shape.iterations, "STAGES": shape.stages, "num_warps": shape.num_warps,
         }  # fmt: skip
         if self.device.type == "cuda" and torch.version.hip is None and shape.maxnreg is not None:
             options["maxnreg"] = shape.maxnreg

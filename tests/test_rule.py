@@ -767,8 +767,31 @@ def test_weights_move_on_average_by_updates_far_below_their_spacing(engine: str,
     assert moved["nearest"] == 0.0
 
 
-def test_the_compiled_form_of_tanh_is_exact_to_three_ulp() -> None:
+def test_the_compiled_form_of_tanh_is_exact_to_three_ulp_and_below_one() -> None:
     x = torch.cat((torch.linspace(-25, 25, 200_001), torch.logspace(-30, 0, 20_001), torch.tensor([0.0, -90.0, 1e30])))
-    expected = torch.tanh(x.double())
-    error = (rule.tanh_by_pieces(x.clone()).double() - expected).abs()
-    assert (error <= 3 * 2.0**-23 * expected.abs()).all()
+    expected, got = torch.tanh(x.double()), rule.tanh_by_ratio(x.clone())
+    assert ((got.double() - expected).abs() <= 3 * 2.0**-23 * expected.abs()).all()
+    assert got.abs().max() < 1.0
+
+
+LIMITS = (5e-13, 1e-4, 1.0, 8.0, 65504.0, torch.finfo(torch.bfloat16).max, torch.finfo(torch.float32).max)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_name)
+def test_the_compiled_forms_of_limits_and_of_the_gate_are_the_eager_ones(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all magnitudes, with zeros of both signs; for the gate also pairs of which one is zero."""
+    sizes = torch.tensor([0.0, 1e-45, 1e-38, 1e-30, 3e-13, *LIMITS, math.inf], dtype=dtype)
+    values = torch.cat((sizes, -sizes))
+    finite = values[values.isfinite()]
+    first, second = torch.cartesian_prod(finite, finite).unbind(1)
+    forms: list[list[Tensor]] = []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
+        forms.append([rule.saturate_(values.clone(), limit) for limit in LIMITS])
+        forms[-1] += [rule.at_most_(sizes.clone(), limit) for limit in LIMITS]
+        forms[-1] += [rule.at_least_(sizes.clone(), limit) for limit in LIMITS]
+        forms[-1].append(rule.cautious_mask_(first.clone(), second.clone()))
+    for eager, compiled in zip(*forms):
+        assert_same_bits(compiled, eager)

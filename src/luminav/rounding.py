@@ -44,8 +44,6 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 FP16_SMALLEST_NORMAL = 2.0**-14
 FP16_ULP_OF_ONE = 2.0**-10
 NOISE_RANGE = 65536.0
-SMALLEST_NORMAL = 2.0**-126  # of FP32 and BF16, which share subnormals' grid
-LARGE = 2.0**64
 
 MASTER_CAP_BF16 = 3.396177326406364e38
 """0x7F7F7FFF: the largest FP32 master whose nearest BF16 value (half away from zero) is finite."""
@@ -208,33 +206,9 @@ def round_finite_(value: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Te
 
 
 def _stochastic_bf16_(value: Tensor, noise: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        return bf16_by_arithmetic(value, noise)
     bits = value.view(torch.int32)
     bits.add_(noise).bitwise_and_(-65536)
     return value
-
-
-def bf16_by_arithmetic(value: Tensor, noise: Tensor) -> Tensor:
-    """What adding noise to the bit patterns and cutting them gives, to the bit, without looking at bits.
-
-    Inductor copies bit patterns between registers one element at a time.
-
-    The leading power of two of x is φx − (1−2⁻²⁴)·φx with φ = 2²³+1 (Rump, Ogita & Oishi 2008, doi 10.1137/050645671).
-    It gives the last places of FP32, which the noise counts, and of BF16, to which the sum is cut: to nearest, by
-    adding and taking away a number whose last place is BF16's, then brought back if that was upwards.
-    """
-    magnitude = value.abs()
-    large = magnitude > LARGE  # where φx or the large number could overflow
-    scaled = torch.where(large, magnitude * (1.0 / LARGE), magnitude)
-    spread = scaled * (2.0**23 + 1.0)
-    power = (spread - spread * (1.0 - 2.0**-24)).clamp_min(SMALLEST_NORMAL)
-    moved = scaled + noise.to(torch.float32) * 2.0**-23 * power
-    anchor = power * (1.5 * 2.0**16)
-    cut = (moved + anchor) - anchor
-    cut = torch.where(cut > moved, cut - power * 2.0**-7, cut)
-    cut = torch.where(large, cut * LARGE, cut)
-    return torch.where(value == 0.0, value, torch.where(value < 0.0, -cut, cut))  # zero keeps its sign
 
 
 def _stochastic_fp16_(value: Tensor, noise: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from luminav import engines, rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine, slabs
-from luminav.engines.compiled import CompiledEngine, Graphs
+from luminav.engines.compiled import CompiledEngine, Graphs, Kind, body
 from luminav.engines.slabs import ROW
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
@@ -64,7 +65,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> CompiledEngine:
 
 @pytest.fixture
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slabs, "CPU_ROWS", 24)
+    monkeypatch.setattr(slabs, "ROWS_IN_PLACE", 24)
+    monkeypatch.setattr(slabs, "CPU_ROWS_COPIED", 24)
 
 
 def grads_of(dtype: torch.dtype) -> list[list[Tensor | None]]:
@@ -129,6 +131,9 @@ def assert_as_foreach(got: dict[str, Tensor], expected: dict[str, Tensor], dtype
 def test_compiled_steps_are_those_of_foreach(name: str) -> None:
     dtype, options = COMBINATIONS[name]
     got = trained("compile", dtype, **options)
+    engine = choose_engine("compile", CPU)
+    assert isinstance(engine, CompiledEngine)
+    assert all(graph.in_place for graph in engine.graphs.by_kind.values())
     assert_as_foreach(got, trained("foreach", dtype, **options), dtype, name)
     start = [parameter(normal(shape, number), dtype) for number, shape in enumerate(SHAPES)]
     assert not torch.equal(got["9 weight"], start[9])
@@ -148,6 +153,48 @@ def test_every_mode_is_that_of_foreach(mode: str) -> None:
         **MODES[mode],
     }
     assert_as_foreach(trained("compile", dtype, **options), trained("foreach", dtype, **options), dtype, mode)
+
+
+@pytest.mark.usefixtures("_small_slabs")
+def test_graphs_that_must_not_write_what_they_read_write_apart(traced: CompiledEngine) -> None:
+    expected = trained("compile", torch.bfloat16, **ONE_PASS)
+    graphs = traced.graphs.by_kind
+    assert graphs and all(graph.in_place for graph in graphs.values())
+    graphs.update({kind: replace(graph, in_place=False) for kind, graph in graphs.items()})
+    for key, value in trained("compile", torch.bfloat16, **ONE_PASS).items():
+        assert_same_bits(value, expected[key], key)
+
+
+def writes_early(kind: Kind) -> Any:
+    """A graph that reads moments again after it has written them."""
+    run = body(kind)
+
+    def early(tensors: list[Tensor | None], into: list[Tensor | None], *others: Any) -> Any:
+        run(tensors, into, *others)
+        return run(tensors, into, *others)
+
+    return early
+
+
+def test_a_graph_that_reads_what_it_has_written_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = CompiledEngine(Graphs("eager"))
+    monkeypatch.setattr(engine.graphs, "_made", writes_early)
+    engine.update([batch_of(torch.bfloat16, {})], [Scales(torch.ones(2), torch.ones(2))], gather=False)
+    found = {kind.verb: graph.in_place for kind, graph in engine.graphs.by_kind.items()}
+    assert found == {"measure": True, "update": False}
+
+
+@pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)], ids=["float", "tensor"])
+@pytest.mark.usefixtures("traced")
+def test_without_a_learning_rate_moments_alone_change(lr: float | Tensor) -> None:
+    params = [parameter(normal(shape, 1), torch.bfloat16) for shape in ((40, ROW), (7,))]
+    params[1].data[:2] = torch.tensor([0.0, -0.0])
+    before = [param.detach().clone() for param in params]
+    optimizer = optimizer_for(params, lr=lr, execution="compile")
+    run(optimizer, params, [[normal(param.shape, 2).bfloat16() for param in params]])
+    for param, then in zip(params, before):
+        assert_same_bits(param.detach(), then)
+        assert optimizer.state[param]["exp_avg"].abs().max() > 0
 
 
 def test_the_engine_asked_for_is_the_one_that_runs() -> None:

@@ -5,12 +5,16 @@ or from step to step (learning rate, bias corrections, noise keys, step sizes) i
 number per row. So a kind of tensor needs one graph for each verb, once in a process (see :class:`Graphs`).
 
 Large tensors are read where they lie. What does not fill its rows (small tensors, the ends of large ones, tensors that
-are not contiguous) is copied side by side, padded with zeros, which add nothing to any sum. A graph returns new values
-and writes nothing, so that it stays one loop: with stores in place, Inductor splits the sums from the rest.
+are not contiguous) is copied side by side, padded with zeros, which add nothing to any sum.
+
+A graph is one loop that reads each element before it writes it. Told that it writes what it reads, Inductor would
+split the sums from the rest; so the tensors to write are arguments of their own, and every graph is tried once with
+the same memory for both before it is given that (see :class:`Graph`).
 """
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -50,8 +54,18 @@ FORMULA = (
     "block_variance",
 )
 """The options that a graph is compiled for. The others reach it as numbers."""
-WRITING = ("update", "gather")
 NUMBERS = tuple(StepNumbers.__dataclass_fields__)
+MOMENTS: tuple[Select, ...] = (single.exp_avg_of, single.exp_avg_sq_of)
+WEIGHTS: tuple[Select, ...] = (single.param_of, single.master_param_of, single.master_remainder_of)
+WRITTEN = (*MOMENTS, *WEIGHTS)
+READ: tuple[Select, ...] = (
+    single.param_of,
+    single.grad_of,
+    single.exp_avg_of,
+    single.exp_avg_sq_of,
+    single.master_param_of,
+    single.master_remainder_of,
+)
 
 
 # ---- inside a graph ------------------------------------------------------------------------------------------------
@@ -62,11 +76,13 @@ class Rows(Bundle):
 
     Args:
         step: Tensors of shape [rows, 512], with two words of the noise key for each row or element.
+        column: 0, 1, … 511, int32; None where there is no noise. Inductor would fill such a vector number by number.
     """
 
-    def __init__(self, step: TensorStep) -> None:
+    def __init__(self, step: TensorStep, column: Tensor | None) -> None:
         self.step = step
-        self.stored: list[Tensor] = []
+        self.stored: dict[Select, Tensor] = {}
+        self._column = column
 
     def known_finite(self, flat: Tensor) -> bool:
         return False
@@ -78,19 +94,20 @@ class Rows(Bundle):
         return present(of(self.step)).to(dtype, copy=True)
 
     def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, share: int = 1) -> None:
-        """Keep the new value. The caller stores what :func:`stores` lists, in that order."""
+        """Keep the new value. It is written when everything has been read."""
         old = present(of(self.step))
         value = flat.to(old.dtype)
-        self.stored.append(value if unless is None else torch.where(unless, old, value))
+        self.stored[of] = value if unless is None else torch.where(unless, old, value)
 
     def spread(self, per_tensor: Tensor, dtype: torch.dtype) -> Scalar:
         return per_tensor.to(dtype).unsqueeze(1)
 
     def sum(self, flat: Tensor) -> list[Tensor]:
-        return [flat.sum(1, dtype=flat.dtype if flat.is_floating_point() else torch.float32)]
+        """What is to be summed, see :func:`_row_sums`."""
+        return [flat]
 
     def noise(self, *, exp_avg_sq: bool, moment_bits: int = 16) -> Noise:
-        column = torch.arange(ROW, dtype=torch.int32, device=self.step.param.device)
+        column = present(self._column)
         return element_noise(present_key(self.step), column, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
 
 
@@ -99,7 +116,8 @@ class Kind:
     """What a graph is compiled for."""
 
     verb: str
-    """"lookahead", "measure", "update", or "gather": an update with sums."""
+    """"lookahead", "measure", or "update", which gives the sums whether or not they are asked for: they cost next to
+    nothing, and one graph less to compile is half a minute."""
     formula: tuple[Any, ...]
     """Values of the options :data:`FORMULA`."""
     dtypes: tuple[torch.dtype | None, ...]
@@ -111,7 +129,17 @@ class Kind:
     @property
     def writes(self) -> bool:
         """Whether the graph works out new weights and moments."""
-        return self.verb in WRITING
+        return self.verb == "update"
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the graph itself sees that a step is skipped or η is 0; on a CPU the engine does, without waiting."""
+        return self.device.type != "cpu"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """See :attr:`Batch.compute_dtype`."""
+        return torch.float64 if self.dtypes[0] == torch.float64 else torch.float32
 
 
 def body(kind: Kind) -> Callable[..., Any]:
@@ -120,35 +148,69 @@ def body(kind: Kind) -> Callable[..., Any]:
 
     def run(
         tensors: list[Tensor | None],
+        into: list[Tensor | None],
         numbers: Tensor,
-        skip: Tensor,
-        per_row: Tensor | None,
-        words: tuple[Tensor, Tensor] | None,
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        skip: Tensor | None,
+        per_row: Tensor,  # of step sizes, of denominators, of ones: see _per_tensor
+        words: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> list[Tensor | None]:
+        _same_rows(*tensors, *into)
         param, grad, exp_avg, exp_avg_sq, master, remainder = tensors
-        key = None if words is None else NoiseKey(*words)
         assert param is not None and exp_avg is not None
+        key, column = (None, None) if words is None else (NoiseKey(*words[:2]), words[2])
         step = TensorStep(param, grad, exp_avg, exp_avg_sq, master, key, master_remainder=remainder)
-        batch = Batch(formula, StepNumbers(*numbers.unbind()), [step], skip)
+        known = dict(zip(NUMBERS, numbers.unbind(), strict=True))
+        # Where nothing is to be skipped, η is not looked at: it is part of the step sizes.
+        batch = Batch(formula, StepNumbers(**known if kind.guarded else {**known, "lr": 1.0}), [step], skip)
         if not formula.has_variance and verb != "lookahead":
-            assert per_row is not None
             batch.rms_denominator = per_row[1]
-        rows = Rows(step)
+        rows = Rows(step, column)
         if verb == "lookahead":
-            return [single.lookahead_squares(batch, rows)[0], None], []
+            return [single.lookahead_squares(batch, rows)[0].sum(1), None]
         if verb == "measure":
-            return _columns(single.measured(batch, rows)), []
-        assert per_row is not None
-        sums = single.updated(batch, rows, per_row[0], gather=verb == "gather")
-        return [] if sums is None else _columns(sums), rows.stored
+            return _row_sums(single.measured(batch, rows), per_row[2])
+        sums = single.updated(batch, rows, per_row[0], gather=True)
+        assert sums is not None
+        columns = _row_sums(sums, per_row[2])
+        for of, target in zip(READ, into, strict=True):
+            if target is not None:
+                target.copy_(rows.stored[of])
+        return columns
 
     return run
 
 
-def _columns(sums: single.BundleSums) -> list[Tensor | None]:
-    """In the order of :class:`luminav.rule.Sums`; None stands for the number of elements."""
-    each = [None if column is None else column[0] for column in sums]
-    return [*each[:3], None, each[3]]
+def _same_rows(first: Tensor | None, *others: Tensor | None) -> None:
+    """Tell the compiler that all have as many rows: it fuses no loops of which it does not know that."""
+    for other in others:
+        if other is not None:
+            torch._check(other.shape[0] == present(first).shape[0])
+
+
+def _row_sums(sums: single.BundleSums, ones: Tensor) -> list[Tensor | None]:
+    """Sums of rows in the order of :class:`luminav.rule.Sums`, FP32 for counts; None is the number of elements.
+
+    Inductor puts into one loop only what reads something in common, which the sum over the weights does not: so two
+    sums have a factor 1 from memory. And it takes sums into a loop over values, but not values into a loop over sums:
+    so one of the squares is made a value, which no memory is ever written for, by a view that asks for one. The sum
+    over it is one of FP32 alone, without which Inductor would work on twice the elements at once, as many as there are
+    of BF16 in a register, and run out of registers.
+    """
+    factor = ones.unsqueeze(1)
+    direction_sq, param_sq = sums.direction_sq[0] * factor, sums.param_sq[0] * factor
+    direction_sq = direction_sq.as_strided(direction_sq.shape, direction_sq.stride())
+    kept, nonfinite = (None if counts is None else counts[0] for counts in (sums.kept, sums.nonfinite))
+    each = [kept, direction_sq, param_sq, None, nonfinite]
+    return [None if column is None else column.to(ones.dtype).sum(1) for column in each]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A compiled graph."""
+
+    run: Callable[..., list[Tensor | None]]
+    in_place: bool
+    """Whether the tensors to write may share memory with those to read."""
 
 
 class Graphs:
@@ -160,29 +222,30 @@ class Graphs:
 
     def __init__(self, backend: str = "inductor") -> None:
         self._backend = backend
-        self._graphs: dict[Kind, Callable[..., Any]] = {}
+        self.by_kind: dict[Kind, Graph] = {}
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return len(self.by_kind)
 
-    def compiled(self, kind: Kind) -> Callable[..., Any]:
-        """The graph of a kind; compiled now, on rows of zeros, if it is new.
+    def compiled(self, kind: Kind) -> Graph:
+        """The graph of a kind; compiled now, on made-up rows, if it is new.
 
         Raises:
             RuntimeError: It does not compile.
         """
-        if kind not in self._graphs:
-            graph = self._made(kind)
+        if kind not in self.by_kind:
+            run = self._made(kind)
             try:
-                graph(*_example(kind))
+                apart = _example_results(run, kind, in_place=False)
             except COMPILE_ERRORS as error:
                 reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise RuntimeError(
                     f"execution='compile' cannot run here: torch.compile failed ({reason}). On a CPU it needs a C++ "
                     "compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
                 ) from error
-            self._graphs[kind] = graph
-        return self._graphs[kind]
+            shared = _example_results(run, kind, in_place=True)
+            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)))
+        return self.by_kind[kind]
 
     def _made(self, kind: Kind) -> Callable[..., Any]:
         run = body(kind)
@@ -192,36 +255,44 @@ class Graphs:
         return torch.compile(run, fullgraph=True, backend=self._backend, options=settings)
 
 
-def _example(kind: Kind) -> list[Any]:
-    """Arguments for a graph, with any number of rows."""
-    rows = 64
-    tensors = [
-        None if dtype is None else torch.zeros(rows, ROW, dtype=dtype, device=kind.device) for dtype in kind.dtypes
-    ]
-    numbers = torch.ones(len(NUMBERS), dtype=torch.float64, device=kind.device)
-    skip = torch.zeros((), dtype=torch.bool, device=kind.device)
+@torch.no_grad()
+def _example_results(run: Callable[..., Any], kind: Kind, *, in_place: bool) -> list[Tensor]:
+    """What a graph writes and returns for rows of random numbers, always the same ones. It is for any number of rows.
+
+    Args:
+        run: The graph.
+        kind: Its kind.
+        in_place: Whether it writes to the tensors that it reads.
+    """
+    rows, dtype, generator = 64, kind.compute_dtype, torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
     columns = ROW if kind.noise == "element" else 1
-    words = (
-        [torch.zeros(rows, columns, dtype=torch.int32, device=kind.device) for _ in range(2)] if kind.noise else None
-    )
-    per_row = torch.ones(2, rows, dtype=torch.float64, device=kind.device)
-    for tensor in [*tensors, *(words or [])]:
+    words = [((random(rows, columns) - 0.5) * 2.0**32).to(torch.int32).to(kind.device) for _ in range(2)]
+    tensors = [
+        None if each is None else (random(rows, ROW) * (99.0 if each == torch.int16 else 1.0)).to(each).to(kind.device)
+        for each in kind.dtypes
+    ]
+    into = _targets(tensors, apart=not in_place, unchanged=()) if kind.writes else [None] * len(READ)
+    numbers, per_row = (random(n, k).to(kind.device, dtype) for n, k in ((1, len(NUMBERS)), (3, rows)))
+    skip = torch.zeros((), dtype=torch.bool, device=kind.device) if kind.guarded else None
+    for tensor in (*tensors, *into, *words):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 0)
     torch._dynamo.mark_dynamic(per_row, 1)
-    return [tensors, numbers, skip, per_row, None if words is None else tuple(words)]
+    noise = (*words, _column(kind.device)) if kind.noise else None
+    sums = run(tensors, into, numbers[0], skip, per_row, noise)
+    return [result for result in (*into, *sums) if result is not None]
+
+
+@functools.cache
+def _column(device: torch.device) -> Tensor:
+    return torch.arange(ROW, dtype=torch.int32, device=device)
 
 
 # ---- the engine ----------------------------------------------------------------------------------------------------
-
-_TENSORS: tuple[Select, ...] = (
-    single.param_of,
-    single.grad_of,
-    single.exp_avg_of,
-    single.exp_avg_sq_of,
-    single.master_param_of,
-    single.master_remainder_of,
-)
 
 
 class CompiledEngine:
@@ -238,7 +309,7 @@ class CompiledEngine:
 
     def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
         for batch in batches:
-            verbs = ["gather"] if gather else ["measure", "update"]
+            verbs = ["update"] if gather else ["measure", "update"]
             if not batch.options.has_variance:
                 verbs.insert(0, "lookahead")
             for slab in _slabs_of(batch):
@@ -253,8 +324,7 @@ class CompiledEngine:
 
     def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
         self.prepare(batches, gather=gather)
-        verb = "gather" if gather else "update"
-        tables = [self._run(batch, verb, scale) for batch, scale in zip(batches, scales, strict=True)]
+        tables = [self._run(batch, "update", scale) for batch, scale in zip(batches, scales, strict=True)]
         return tables if gather else []
 
     @torch.no_grad()
@@ -264,29 +334,32 @@ class CompiledEngine:
         num_sums = 2 if verb == "lookahead" else rule.NUM_SUMS
         table = torch.zeros(len(batch.steps), num_sums, dtype=torch.float64, device=batch.device)
         numbers, per_tensor = _numbers_of(batch), _per_tensor(batch, scales)
-        skip = torch.zeros((), dtype=torch.bool, device=batch.device) if batch.skip is None else batch.skip
+        unchanged = _unchanged(batch)
         for slab in _slabs_of(batch):
             kind = kind_of(batch, slab, verb)
-            per_row = slab.spread(per_tensor)
-            words = slab.words() if kind.noise else None
-            tensors = [slab.load(of) for of in _TENSORS]
-            columns, new = self.graphs.compiled(kind)(tensors, numbers, skip, per_row, words)
-            if kind.writes:
-                for of, rows in zip(single.stores(batch), new, strict=True):
+            graph = self.graphs.compiled(kind)
+            skip = _skip_of(batch) if kind.guarded else None
+            words = (*slab.words(), _column(batch.device)) if kind.noise else None
+            tensors = [slab.load(of) for of in READ]
+            into = (
+                _targets(tensors, apart=not graph.in_place, unchanged=unchanged) if kind.writes else [None] * len(READ)
+            )
+            columns = graph.run(tensors, into, numbers, skip, slab.spread(per_tensor), words)
+            for of, rows in zip(READ, into, strict=True):
+                if rows is not None and of not in unchanged and not (graph.in_place and slab.in_place):
                     slab.store(of, rows)
-            if columns:
-                slab.add_(table, columns)
+            slab.add_(table, columns)
         return table
 
 
 def kind_of(batch: Batch, slab: Slab, verb: str) -> Kind:
     """The graph that a verb needs for a slab."""
     first = slab.steps[slab.fragments[0].piece.tensor]
-    tensors = [of(first) for of in _TENSORS]
+    tensors = [of(first) for of in READ]
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
     formula = tuple(getattr(batch.options, name) for name in FORMULA)
     noise = ""
-    if verb in WRITING and single.rounds_stochastically(batch):
+    if verb == "update" and single.rounds_stochastically(batch):
         noise = "element" if slab.per_element else "row"
     return Kind(verb, formula, dtypes, noise, batch.device)
 
@@ -299,20 +372,45 @@ def _slabs_of(batch: Batch) -> list[Slab]:
     return found
 
 
+def _unchanged(batch: Batch) -> tuple[Select, ...]:
+    """What an update of tensors on the CPU leaves as it is; elsewhere the graph sees to that."""
+    if batch.device.type != "cpu":
+        return ()
+    if batch.skip is not None and bool(batch.skip):
+        return WRITTEN
+    return WEIGHTS if float(batch.step_numbers.lr) == 0.0 else ()
+
+
+def _skip_of(batch: Batch) -> Tensor:
+    return torch.zeros((), dtype=torch.bool, device=batch.device) if batch.skip is None else batch.skip
+
+
+def _targets(tensors: Sequence[Tensor | None], *, apart: bool, unchanged: Sequence[Select]) -> list[Tensor | None]:
+    """What a graph writes to, in the order of :data:`READ`: the tensors themselves, or memory apart."""
+    return [
+        None
+        if rows is None or of not in WRITTEN
+        else torch.empty_like(rows)
+        if apart or of in unchanged
+        else rows.detach()
+        for of, rows in zip(READ, tensors, strict=True)
+    ]
+
+
 def _numbers_of(batch: Batch) -> Tensor:
-    """The step's numbers, FP64, in the order of their declaration."""
+    """The step's numbers in the order of their declaration, rounded once."""
     numbers = [getattr(batch.step_numbers, name) for name in NUMBERS]
     if any(isinstance(number, Tensor) for number in numbers):
         each = [torch.as_tensor(number, dtype=torch.float64, device=batch.device) for number in numbers]
-        return torch.stack([number.reshape(()) for number in each])
-    return torch.tensor(numbers, dtype=torch.float64, device=batch.device)
+        return torch.stack([number.reshape(()) for number in each]).to(batch.compute_dtype)
+    return torch.tensor(numbers, dtype=batch.compute_dtype, device=batch.device)
 
 
 def _per_tensor(batch: Batch, scales: Scales | None) -> Tensor:
-    """η·c·s, and without a variance the denominator, of each tensor: FP64, [2, tensors]; 1 where it is not needed."""
-    table = torch.ones(2, len(batch.steps), dtype=torch.float64, device=batch.device)
+    """η·c·s, and without a variance the denominator, of each tensor, rounded once: [2, tensors]; 1 where not needed."""
+    table = torch.ones(3, len(batch.steps), dtype=torch.float64, device=batch.device)
     if scales is not None:
         table[0] = scales.step_sizes(batch.step_numbers.lr)
     if batch.rms_denominator is not None:
         table[1] = batch.rms_denominator
-    return table
+    return table.to(batch.compute_dtype)

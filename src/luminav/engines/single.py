@@ -104,7 +104,7 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
     The counts are None if there are none.
     """
     grad = bundle.copy(grad_of, batch.compute_dtype)
-    nonfinite = None if bundle.known_finite(grad) else bundle.sum(torch.isfinite(grad).logical_not_())
+    nonfinite = None if bundle.known_finite(grad) else bundle.sum(rule.is_finite(grad).logical_not_())
     scale = batch.step_numbers.grad_scale
     if nonfinite is None and not isinstance(scale, Tensor) and scale == 1.0:
         return grad, None
@@ -128,7 +128,7 @@ def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
         weight = bundle.copy(param_of if first.master_param is None else master_param_of, batch.compute_dtype)
     if bundle.known_finite(weight):
         return weight, None
-    nonfinite = torch.isfinite(weight).logical_not_()
+    nonfinite = rule.is_finite(weight).logical_not_()
     return weight.masked_fill_(nonfinite, 0.0), nonfinite
 
 
@@ -279,7 +279,7 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
     bits = NOISE_BITS if EXP_AVG.in_codes(batch) else 16
     noise = bundle.noise(exp_avg_sq=third, moment_bits=bits) if rounds_stochastically(batch) else None
     limit = EXP_AVG.largest(batch)
-    store_moment(batch, bundle, EXP_AVG, way.exp_avg.clamp_(-limit, limit), None if noise is None else noise.exp_avg)
+    store_moment(batch, bundle, EXP_AVG, rule.saturate_(way.exp_avg, limit), None if noise is None else noise.exp_avg)
     if way.exp_avg_sq is not None:
         store_moment(batch, bundle, EXP_AVG_SQ, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
     lr, unless = batch.step_numbers.lr, batch.skip
@@ -303,7 +303,7 @@ def store_weight(
 ) -> None:
     """Write weights without a master; non-finite ones stay as they were."""
     limit = largest_finite(batch.param_dtype)
-    rounded = round_finite_(weight.clamp_(-limit, limit), batch.param_dtype, noise)
+    rounded = round_finite_(rule.saturate_(weight, limit), batch.param_dtype, noise)
     if nonfinite is not None:
         rounded = torch.where(nonfinite, bundle.load(param_of, batch.param_dtype), rounded.to(batch.param_dtype))
     bundle.store(param_of, rounded, unless)
@@ -312,7 +312,7 @@ def store_weight(
 def store_master(batch: Batch, bundle: Bundle, weight: Tensor, nonfinite: Tensor | None, unless: Tensor | None) -> None:
     """Write FP32 master weights, whole or as remainders, and the 16-bit weights that are nearest to them."""
     limit = MASTER_CAP_BF16 if batch.param_dtype == torch.bfloat16 else largest_finite(weight.dtype)
-    master = weight.clamp_(-limit, limit)
+    master = rule.saturate_(weight, limit)
     whole = batch.steps[0].master_remainder is None
     if nonfinite is not None:
         master = torch.where(nonfinite, bundle.load(master_param_of if whole else param_of, master.dtype), master)
@@ -345,12 +345,3 @@ def rounds_stochastically(batch: Batch) -> bool:
     stored = [first.exp_avg, first.exp_avg if first.has_master else first.param]
     stored += [] if first.exp_avg_sq is None else [first.exp_avg_sq]
     return batch.options.stochastic_rounding and any(tensor.dtype in ROUNDED for tensor in stored)
-
-
-def stores(batch: Batch) -> list[Select]:
-    """What :func:`store` writes, in its order, unless the learning rate is the number 0."""
-    step = batch.steps[0]
-    moments = [exp_avg_of] if step.exp_avg_sq is None else [exp_avg_of, exp_avg_sq_of]
-    if not step.has_master:
-        return [*moments, param_of]
-    return [*moments, master_param_of if step.master_remainder is None else master_remainder_of, param_of]

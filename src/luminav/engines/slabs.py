@@ -17,8 +17,9 @@ from luminav.rounding import HIGH_WORD_MULTIPLIERS, Word
 ROW = 512
 LEAST_ROWS = 2
 """Graphs are for any number of rows but one, which the compiler would take for a constant."""
-CPU_ROWS = 1 << 11  # new values of a piece, 2 MiB each in BF16, are still in the cache when they are stored
-DEVICE_ROWS = 1 << 14
+ROWS_IN_PLACE = 1 << 14  # as many as one thread sums without help from others
+CPU_ROWS_COPIED = 1 << 11  # 2 MiB of each tensor in BF16, which are still in the cache when they are read
+DEVICE_ROWS_COPIED = 1 << 14
 ROWS_READ_IN_PLACE = 16  # less than this is not worth a call of its own
 
 
@@ -36,10 +37,16 @@ class Fragment:
 
 
 class Slab:
-    """Fragments of tensors of one batch as rows, one fragment after the other."""
+    """Fragments of tensors of one batch as rows, one fragment after the other.
 
-    def __init__(self, steps: Sequence[TensorStep], fragments: Sequence[Fragment]) -> None:
-        self.steps, self.fragments = steps, fragments
+    Args:
+        steps: The batch's tensors.
+        fragments: Parts of them.
+        in_place: Whether there is one fragment, whose rows lie in memory as they are.
+    """
+
+    def __init__(self, steps: Sequence[TensorStep], fragments: Sequence[Fragment], *, in_place: bool = False) -> None:
+        self.steps, self.fragments, self.in_place = steps, fragments, in_place
         self.device = steps[0].param.device
         self.rows = max(LEAST_ROWS, sum(fragment.rows for fragment in fragments))
 
@@ -80,22 +87,29 @@ class Slab:
 
     def spread(self, per_tensor: Tensor) -> Tensor:
         """Numbers of tensors, in the last dimension, as numbers of rows; a row without a tensor has the last one's."""
-        numbers = [fragment.piece.tensor for fragment in self.fragments]
-        if len(numbers) == 1:
-            return per_tensor[..., numbers].expand(*per_tensor.shape[:-1], self.rows).contiguous()
+        return self._of_rows(per_tensor[..., [fragment.piece.tensor for fragment in self.fragments]])
+
+    def _of_rows(self, of_fragments: Tensor) -> Tensor:
+        if len(self.fragments) == 1:
+            return of_fragments.expand(*of_fragments.shape[:-1], self.rows).contiguous()
         counts = [fragment.rows for fragment in self.fragments]
         counts[-1] += self.rows - sum(counts)
         repeats = torch.tensor(counts, device=self.device)
-        return per_tensor[..., numbers].repeat_interleave(repeats, dim=-1, output_size=self.rows)
+        return of_fragments.repeat_interleave(repeats, dim=-1, output_size=self.rows)
 
     def add_(self, table: Tensor, columns: Sequence[Tensor | None]) -> None:
         """Add sums of rows to the table's rows: each fragment's in FP64, one after the other. None counts elements."""
-        counted = [column for column in columns if column is not None]
-        split = torch.stack(counted, 1).to(torch.float64).split([*self._row_counts])
-        for fragment, part in zip(self.fragments, split, strict=False):
-            sums = iter(part.sum(0).unbind())
-            numel = table.new_tensor(fragment.stop - fragment.start)
-            table[fragment.piece.tensor] += torch.stack([numel if c is None else next(sums) for c in columns])
+        numel = table.new_tensor([fragment.stop - fragment.start for fragment in self.fragments])
+        rows = torch.stack([numel if column is None else self._sums(column) for column in columns], 1)
+        for fragment, row in zip(self.fragments, rows.unbind(), strict=True):
+            table[fragment.piece.tensor] += row
+
+    def _sums(self, column: Tensor) -> Tensor:
+        """FP64 sums over the rows of each fragment."""
+        if len(self.fragments) == 1:
+            return column[: self.fragments[0].rows].sum(0, keepdim=True, dtype=torch.float64)
+        parts = column.to(torch.float64).split([*self._row_counts])
+        return torch.stack([part.sum() for part in parts[: len(self.fragments)]])
 
     @property
     def _row_counts(self) -> list[int]:
@@ -116,56 +130,73 @@ class Slab:
 
     def words(self) -> tuple[Tensor, Tensor]:
         """What :func:`element_noise` adds to an element's column in each of its two rounds, int32, [rows, 1 or 512]."""
+        if not self.per_element:
+            return self._words_of_rows()
         first, second = zip(*(self._words_of(fragment) for fragment in self.fragments), strict=True)
         return self._padded(first), self._padded(second)
+
+    def _words_of_rows(self) -> tuple[Tensor, Tensor]:
+        starts, first, second, row = [], [], [], 0
+        for fragment in self.fragments:
+            step = self.steps[fragment.piece.tensor]
+            high, low = divmod(step.first_index + fragment.piece.start + fragment.start, pieces.LOW_WORD)
+            key = present_key(step)
+            starts.append(low - row * ROW)
+            first.append(_sum(key.first, high * HIGH_WORD_MULTIPLIERS[0]))
+            second.append(_sum(key.second, high * HIGH_WORD_MULTIPLIERS[1]))
+            row += fragment.rows
+        places = self._of_rows(torch.tensor(starts, device=self.device)) + ROW * torch.arange(
+            self.rows, device=self.device
+        )
+        words = (places + self._of_rows(_vector(first, self.device)), self._of_rows(_vector(second, self.device)))
+        return words[0].to(torch.int32).unsqueeze(1), words[1].to(torch.int32).unsqueeze(1)
 
     def _words_of(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
         step = self.steps[fragment.piece.tensor]
         part = Piece(0, (), fragment.piece.start + fragment.start, fragment.stop - fragment.start)
-        if self.per_element:
-            index = pieces.indices(step, part, self.device)
-            index = torch.cat((index, index.new_zeros(fragment.rows * ROW - index.numel()))).view(-1, ROW)
-            index -= torch.arange(ROW, device=self.device)
-            low, high = index, (index + torch.arange(ROW, device=self.device)).bitwise_right_shift(32)
-        else:
-            start = step.first_index + part.start
-            low = torch.arange(start % pieces.LOW_WORD, start % pieces.LOW_WORD + fragment.rows * ROW, ROW)
-            low = low.to(self.device).unsqueeze(1)
-            high = torch.full_like(low, start // pieces.LOW_WORD)
+        index = pieces.indices(step, part, self.device)
+        index = torch.cat((index, index.new_zeros(fragment.rows * ROW - index.numel()))).view(-1, ROW)
+        high, low = index.bitwise_right_shift(32), index - torch.arange(ROW, device=self.device)
         key = present_key(step)
-        return _word(key.first, low + high * HIGH_WORD_MULTIPLIERS[0]), _word(
-            key.second, high * HIGH_WORD_MULTIPLIERS[1]
-        )
+        first = low + high * HIGH_WORD_MULTIPLIERS[0] + key.first
+        return first.to(torch.int32), (high * HIGH_WORD_MULTIPLIERS[1] + key.second).to(torch.int32)
 
     def _padded(self, words: Sequence[Tensor]) -> Tensor:
         missing = self.rows - sum(len(word) for word in words)
         return torch.cat((*words, words[0].new_zeros(missing, words[0].shape[1])))
 
 
-def _word(key: Word, term: Tensor) -> Tensor:
-    """Their sum modulo 2³², int32."""
-    return (term + (key.to(torch.int64) if isinstance(key, Tensor) else key)).to(torch.int32)
+def _sum(key: Word, term: Word) -> Word:
+    """Their sum modulo 2⁶⁴: what counts of it are the low 32 bits."""
+    return (key.to(torch.int64) if isinstance(key, Tensor) else key) + term
+
+
+def _vector(words: Sequence[Word], device: torch.device) -> Tensor:
+    """Words as one int64 tensor."""
+    if any(isinstance(word, Tensor) for word in words):
+        return torch.stack([torch.as_tensor(word, dtype=torch.int64, device=device) for word in words])
+    return torch.tensor(words, device=device)
 
 
 def slabs(steps: Sequence[TensorStep], device: torch.device) -> Iterator[Slab]:
     """Cut the tensors of a batch into slabs."""
-    limit = CPU_ROWS if device.type == "cpu" else DEVICE_ROWS
+    most_copied = CPU_ROWS_COPIED if device.type == "cpu" else DEVICE_ROWS_COPIED
     waiting: list[Fragment] = []
     held = 0
     for number, step in enumerate(steps):
-        whole_pieces = not _rows_lie_in_place(step)
+        in_place = _rows_lie_in_place(step)
         if waiting and step.present_grad.dtype != steps[waiting[0].piece.tensor].present_grad.dtype:
             yield Slab(steps, waiting)
             waiting, held = [], 0
-        for piece in cut(number, step.param.shape, limit * ROW):
+        for piece in cut(number, step.param.shape, (ROWS_IN_PLACE if in_place else most_copied) * ROW):
             body = piece.numel // ROW * ROW
-            if whole_pieces or body < ROWS_READ_IN_PLACE * ROW:
+            if not in_place or body < ROWS_READ_IN_PLACE * ROW:
                 body = 0
             else:
-                yield Slab(steps, [Fragment(piece, 0, body)])
+                yield Slab(steps, [Fragment(piece, 0, body)], in_place=True)
             if body < piece.numel:
                 rest = Fragment(piece, body, piece.numel)
-                if waiting and held + rest.rows > limit:
+                if waiting and held + rest.rows > most_copied:
                     yield Slab(steps, waiting)
                     waiting, held = [], 0
                 waiting.append(rest)

@@ -18,7 +18,7 @@ import functools
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,6 +111,16 @@ class Rows(Bundle):
         return element_noise(present_key(self.step), column, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
 
 
+class PerRow(NamedTuple):
+    """Numbers of each row, of its tensor, rounded once."""
+
+    step_sizes: Tensor | None
+    """η·c·s, for an update."""
+    rms_denominators: Tensor | None
+    """Without a variance."""
+    ones: Tensor
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a graph is compiled for."""
@@ -132,6 +142,16 @@ class Kind:
         return self.verb == "update"
 
     @property
+    def scaled(self) -> bool:
+        """Whether the graph needs one RMS per tensor."""
+        return self.verb != "lookahead" and not self.options.has_variance
+
+    @property
+    def options(self) -> Options:
+        """Options with these values, the others being the defaults."""
+        return replace(Options(), **dict(zip(FORMULA, self.formula, strict=True)))
+
+    @property
     def guarded(self) -> bool:
         """Whether the graph itself sees that a step is skipped or η is 0; on a CPU the engine does, without waiting."""
         return self.device.type != "cpu"
@@ -144,14 +164,14 @@ class Kind:
 
 def body(kind: Kind) -> Callable[..., Any]:
     """The function that becomes the graph of `kind`: load → rule → new values, as in ``single.py``."""
-    verb, formula = kind.verb, replace(Options(), **dict(zip(FORMULA, kind.formula, strict=True)))
+    verb, options, scaled = kind.verb, kind.options, kind.scaled
 
     def run(
         tensors: list[Tensor | None],
         into: list[Tensor | None],
         numbers: Tensor,
         skip: Tensor | None,
-        per_row: Tensor,  # of step sizes, of denominators, of ones: see _per_tensor
+        per_row: PerRow,
         words: tuple[Tensor, Tensor, Tensor] | None,
     ) -> list[Tensor | None]:
         _same_rows(*tensors, *into)
@@ -161,17 +181,17 @@ def body(kind: Kind) -> Callable[..., Any]:
         step = TensorStep(param, grad, exp_avg, exp_avg_sq, master, key, master_remainder=remainder)
         known = dict(zip(NUMBERS, numbers.unbind(), strict=True))
         # Where nothing is to be skipped, η is not looked at: it is part of the step sizes.
-        batch = Batch(formula, StepNumbers(**known if kind.guarded else {**known, "lr": 1.0}), [step], skip)
-        if not formula.has_variance and verb != "lookahead":
-            batch.rms_denominator = per_row[1]
+        batch = Batch(options, StepNumbers(**known if kind.guarded else {**known, "lr": 1.0}), [step], skip)
+        if scaled:
+            batch.rms_denominator = per_row.rms_denominators
         rows = Rows(step, column)
         if verb == "lookahead":
             return [single.lookahead_squares(batch, rows)[0].sum(1), None]
         if verb == "measure":
-            return _row_sums(single.measured(batch, rows), per_row[2])
-        sums = single.updated(batch, rows, per_row[0], gather=True)
+            return _row_sums(single.measured(batch, rows), per_row.ones)
+        sums = single.updated(batch, rows, present(per_row.step_sizes), gather=True)
         assert sums is not None
-        columns = _row_sums(sums, per_row[2])
+        columns = _row_sums(sums, per_row.ones)
         for of, target in zip(READ, into, strict=True):
             if target is not None:
                 target.copy_(rows.stored[of])
@@ -276,14 +296,15 @@ def _example_results(run: Callable[..., Any], kind: Kind, *, in_place: bool) -> 
         for each in kind.dtypes
     ]
     into = _targets(tensors, apart=not in_place, unchanged=()) if kind.writes else [None] * len(READ)
-    numbers, per_row = (random(n, k).to(kind.device, dtype) for n, k in ((1, len(NUMBERS)), (3, rows)))
+    numbers = random(len(NUMBERS)).to(kind.device, dtype)
+    each = [random(rows).to(kind.device, dtype) for _ in PerRow._fields]
+    per_row = PerRow(each[0] if kind.writes else None, each[1] if kind.scaled else None, each[2])
     skip = torch.zeros((), dtype=torch.bool, device=kind.device) if kind.guarded else None
-    for tensor in (*tensors, *into, *words):
+    for tensor in (*tensors, *into, *words, *per_row):
         if tensor is not None:
             torch._dynamo.mark_dynamic(tensor, 0)
-    torch._dynamo.mark_dynamic(per_row, 1)
     noise = (*words, _column(kind.device)) if kind.noise else None
-    sums = run(tensors, into, numbers[0], skip, per_row, noise)
+    sums = run(tensors, into, numbers, skip, per_row, noise)
     return [result for result in (*into, *sums) if result is not None]
 
 
@@ -331,25 +352,52 @@ class CompiledEngine:
     def _run(self, batch: Batch, verb: str, scales: Scales | None) -> Tensor:
         """One verb on one batch. Returns its sums."""
         keep_heap()
-        num_sums = 2 if verb == "lookahead" else rule.NUM_SUMS
-        table = torch.zeros(len(batch.steps), num_sums, dtype=torch.float64, device=batch.device)
-        numbers, per_tensor = _numbers_of(batch), _per_tensor(batch, scales)
+        numbers, dtype = _numbers_of(batch), batch.compute_dtype
+        step_sizes = None if scales is None else scales.step_sizes(batch.step_numbers.lr).to(dtype)
+        denominators = None if batch.rms_denominator is None else batch.rms_denominator.to(dtype)
         unchanged = _unchanged(batch)
+        columns: list[Tensor | None] = [None] * (2 if verb == "lookahead" else rule.NUM_SUMS)
+        sums = []
         for slab in _slabs_of(batch):
             kind = kind_of(batch, slab, verb)
             graph = self.graphs.compiled(kind)
             skip = _skip_of(batch) if kind.guarded else None
             words = (*slab.words(), _column(batch.device)) if kind.noise else None
             tensors = [slab.load(of) for of in READ]
-            into = (
-                _targets(tensors, apart=not graph.in_place, unchanged=unchanged) if kind.writes else [None] * len(READ)
+            into: list[Tensor | None] = [None] * len(READ)
+            if kind.writes:
+                into = _targets(tensors, apart=not graph.in_place, unchanged=unchanged)
+            per_row = PerRow(
+                step_sizes=None if step_sizes is None else slab.spread(step_sizes),
+                rms_denominators=None if denominators is None else slab.spread(denominators),
+                ones=torch.ones(slab.rows, dtype=dtype, device=batch.device),
             )
-            columns = graph.run(tensors, into, numbers, skip, slab.spread(per_tensor), words)
+            columns = graph.run(tensors, into, numbers, skip, per_row, words)
             for of, rows in zip(READ, into, strict=True):
                 if rows is not None and of not in unchanged and not (graph.in_place and slab.in_place):
                     slab.store(of, rows)
-            slab.add_(table, columns)
+            sums.append(slab.sums([column for column in columns if column is not None]))
+        return _table(batch, sums, [column is not None for column in columns])
+
+
+def _table(batch: Batch, sums: Sequence[Tensor], summed: Sequence[bool]) -> Tensor:
+    """Sums of the tensors, one row each, from those of their fragments, one after the other.
+
+    Args:
+        batch: The batch.
+        sums: For each slab, see :meth:`Slab.sums`.
+        summed: For each column of the result, whether it is there; if not, it is the number of elements.
+    """
+    table = torch.zeros(len(batch.steps), len(summed), dtype=torch.float64, device=batch.device)
+    fragments = [fragment for slab in _slabs_of(batch) for fragment in slab.fragments]
+    if not fragments:
         return table
+    numel = table.new_tensor([fragment.stop - fragment.start for fragment in fragments])
+    columns = iter(torch.cat([*sums]).unbind(1))
+    rows = torch.stack([next(columns) if there else numel for there in summed], 1)
+    for fragment, row in zip(fragments, rows.unbind(), strict=True):
+        table[fragment.piece.tensor] += row
+    return table
 
 
 def kind_of(batch: Batch, slab: Slab, verb: str) -> Kind:
@@ -404,13 +452,3 @@ def _numbers_of(batch: Batch) -> Tensor:
         each = [torch.as_tensor(number, dtype=torch.float64, device=batch.device) for number in numbers]
         return torch.stack([number.reshape(()) for number in each]).to(batch.compute_dtype)
     return torch.tensor(numbers, dtype=batch.compute_dtype, device=batch.device)
-
-
-def _per_tensor(batch: Batch, scales: Scales | None) -> Tensor:
-    """η·c·s, and without a variance the denominator, of each tensor, rounded once: [2, tensors]; 1 where not needed."""
-    table = torch.ones(3, len(batch.steps), dtype=torch.float64, device=batch.device)
-    if scales is not None:
-        table[0] = scales.step_sizes(batch.step_numbers.lr)
-    if batch.rms_denominator is not None:
-        table[1] = batch.rms_denominator
-    return table.to(batch.compute_dtype)

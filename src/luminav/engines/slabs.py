@@ -12,7 +12,7 @@ from torch import Tensor
 from luminav.engines import bundle as pieces
 from luminav.engines.batch import TensorStep
 from luminav.engines.bundle import Piece, Select, cut, present, present_key
-from luminav.rounding import HIGH_WORD_MULTIPLIERS, Word
+from luminav.rounding import HIGH_WORD_MULTIPLIERS, Word, signed
 
 ROW = 512
 LEAST_ROWS = 2
@@ -86,35 +86,25 @@ class Slab:
         return targets
 
     def spread(self, per_tensor: Tensor) -> Tensor:
-        """Numbers of tensors, in the last dimension, as numbers of rows; a row without a tensor has the last one's."""
-        return self._of_rows(per_tensor[..., [fragment.piece.tensor for fragment in self.fragments]])
+        """Numbers of tensors as numbers of rows; a row without a tensor has the last one's."""
+        return self._of_rows(per_tensor[[fragment.piece.tensor for fragment in self.fragments]])
 
     def _of_rows(self, of_fragments: Tensor) -> Tensor:
         if len(self.fragments) == 1:
-            return of_fragments.expand(*of_fragments.shape[:-1], self.rows).contiguous()
+            return of_fragments.expand(self.rows).contiguous()
         counts = [fragment.rows for fragment in self.fragments]
         counts[-1] += self.rows - sum(counts)
         repeats = torch.tensor(counts, device=self.device)
-        return of_fragments.repeat_interleave(repeats, dim=-1, output_size=self.rows)
+        return of_fragments.repeat_interleave(repeats, output_size=self.rows)
 
-    def add_(self, table: Tensor, columns: Sequence[Tensor | None]) -> None:
-        """Add sums of rows to the table's rows: each fragment's in FP64, one after the other. None counts elements."""
-        numel = table.new_tensor([fragment.stop - fragment.start for fragment in self.fragments])
-        rows = torch.stack([numel if column is None else self._sums(column) for column in columns], 1)
-        for fragment, row in zip(self.fragments, rows.unbind(), strict=True):
-            table[fragment.piece.tensor] += row
+    def sums(self, columns: Sequence[Tensor]) -> Tensor:
+        """Sums of rows, added in FP64 for each fragment: [fragments, columns].
 
-    def _sums(self, column: Tensor) -> Tensor:
-        """FP64 sums over the rows of each fragment."""
-        if len(self.fragments) == 1:
-            return column[: self.fragments[0].rows].sum(0, keepdim=True, dtype=torch.float64)
-        parts = column.to(torch.float64).split([*self._row_counts])
-        return torch.stack([part.sum() for part in parts[: len(self.fragments)]])
-
-    @property
-    def _row_counts(self) -> list[int]:
+        One thread can add a column of a slab; adding all at once would wait for the others.
+        """
         counts = [fragment.rows for fragment in self.fragments]
-        return [*counts, self.rows - sum(counts)]
+        parts = [column.to(torch.float64)[: sum(counts)].split(counts) for column in columns]
+        return torch.stack([part.sum() for of_column in parts for part in of_column]).view(len(parts), -1).t()
 
     # ---- noise -----------------------------------------------------------------------------------------------------
 
@@ -136,20 +126,18 @@ class Slab:
         return self._padded(first), self._padded(second)
 
     def _words_of_rows(self) -> tuple[Tensor, Tensor]:
-        starts, first, second, row = [], [], [], 0
+        words: tuple[list[Word], list[Word]] = ([], [])
+        row = 0
         for fragment in self.fragments:
             step = self.steps[fragment.piece.tensor]
             high, low = divmod(step.first_index + fragment.piece.start + fragment.start, pieces.LOW_WORD)
             key = present_key(step)
-            starts.append(low - row * ROW)
-            first.append(_sum(key.first, high * HIGH_WORD_MULTIPLIERS[0]))
-            second.append(_sum(key.second, high * HIGH_WORD_MULTIPLIERS[1]))
+            words[0].append(_add32(key.first, low - row * ROW + high * HIGH_WORD_MULTIPLIERS[0]))
+            words[1].append(_add32(key.second, high * HIGH_WORD_MULTIPLIERS[1]))
             row += fragment.rows
-        places = self._of_rows(torch.tensor(starts, device=self.device)) + ROW * torch.arange(
-            self.rows, device=self.device
-        )
-        words = (places + self._of_rows(_vector(first, self.device)), self._of_rows(_vector(second, self.device)))
-        return words[0].to(torch.int32).unsqueeze(1), words[1].to(torch.int32).unsqueeze(1)
+        first, second = (self._of_rows(_vector(each, self.device)) for each in words)
+        first += torch.arange(0, self.rows * ROW, ROW, dtype=torch.int32, device=self.device)
+        return first.unsqueeze(1), second.unsqueeze(1)
 
     def _words_of(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
         step = self.steps[fragment.piece.tensor]
@@ -166,16 +154,16 @@ class Slab:
         return torch.cat((*words, words[0].new_zeros(missing, words[0].shape[1])))
 
 
-def _sum(key: Word, term: Word) -> Word:
-    """Their sum modulo 2⁶⁴: what counts of it are the low 32 bits."""
-    return (key.to(torch.int64) if isinstance(key, Tensor) else key) + term
+def _add32(key: Word, term: int) -> Word:
+    """Their sum modulo 2³²."""
+    return key + signed(term, 32) if isinstance(key, Tensor) else signed(key + term, 32)
 
 
 def _vector(words: Sequence[Word], device: torch.device) -> Tensor:
-    """Words as one int64 tensor."""
+    """Words as one int32 tensor."""
     if any(isinstance(word, Tensor) for word in words):
-        return torch.stack([torch.as_tensor(word, dtype=torch.int64, device=device) for word in words])
-    return torch.tensor(words, device=device)
+        return torch.stack([torch.as_tensor(word, dtype=torch.int32, device=device) for word in words])
+    return torch.tensor(words, dtype=torch.int32, device=device)
 
 
 def slabs(steps: Sequence[TensorStep], device: torch.device) -> Iterator[Slab]:

@@ -165,6 +165,21 @@ def test_graphs_that_must_not_write_what_they_read_write_apart(traced: CompiledE
         assert_same_bits(value, expected[key], key)
 
 
+@pytest.mark.usefixtures("traced", "_threads_as_before")
+def test_other_global_settings_of_torch_compile_apart_from_the_step() -> None:
+    """Whatever Inductor makes of memory that is read and written, it never sees it: here the step compiles nothing."""
+    batches, done = [batch_of(torch.bfloat16, {}) for _ in range(2)], [Scales(torch.ones(2), torch.ones(2))]
+    engine = choose_engine("compile", CPU)
+    for threads, batch in zip((1, 3), batches):
+        torch.set_num_threads(threads)
+        engine.prepare([batch], gather=True)
+        before = compiled_so_far()
+        engine.update([batch], done, gather=True)
+        assert compiled_so_far() == before
+    for ours, theirs in zip(*map(tensors_of, batches)):
+        assert_same_bits(ours, theirs)
+
+
 def writes_early(kind: Kind) -> Any:
     """A graph that reads moments again after it has written them."""
     run = body(kind)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from luminav import rule
 from luminav.engines import single
@@ -231,6 +232,8 @@ class Graph:
     run: Callable[..., list[Tensor | None]]
     in_place: bool
     """Whether the tensors to write may share memory with those to read."""
+    state: GlobalStateGuard
+    """torch's global settings (threads, determinism, …) for which it is compiled. In others torch compiles it anew."""
 
 
 class Graphs:
@@ -247,14 +250,18 @@ class Graphs:
     def __len__(self) -> int:
         return len(self.by_kind)
 
+    @torch.no_grad()
     def compiled(self, kind: Kind) -> Graph:
-        """The graph of a kind; compiled now, on made-up rows, if it is new.
+        """The graph of a kind; compiled now, on made-up rows, if it or the state of torch's global settings is new.
+
+        It must not be compiled in the middle of a step, for memory that is read and written, which would not be a loop.
 
         Raises:
             RuntimeError: It does not compile.
         """
-        if kind not in self.by_kind:
-            run = self._made(kind)
+        known = self.by_kind.get(kind)
+        if known is None or not known.state.check():
+            run = self._made(kind) if known is None else known.run
             try:
                 apart = _example_results(run, kind, in_place=False)
             except COMPILE_ERRORS as error:
@@ -264,7 +271,7 @@ class Graphs:
                     "compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
                 ) from error
             shared = _example_results(run, kind, in_place=True)
-            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)))
+            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)), GlobalStateGuard())
         return self.by_kind[kind]
 
     def _made(self, kind: Kind) -> Callable[..., Any]:
@@ -275,6 +282,7 @@ class Graphs:
         return torch.compile(run, fullgraph=True, backend=self._backend, options=settings)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _example_results(run: Callable[..., Any], kind: Kind, *, in_place: bool) -> list[Tensor]:
     """What a graph writes and returns for rows of random numbers, always the same ones. It is for any number of rows.
@@ -348,6 +356,7 @@ class CompiledEngine:
         tables = [self._run(batch, "update", scale) for batch, scale in zip(batches, scales, strict=True)]
         return tables if gather else []
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _run(self, batch: Batch, verb: str, scales: Scales | None) -> Tensor:
         """One verb on one batch. Returns its sums."""

@@ -57,7 +57,7 @@ class Slab:
         if first is None:
             return None
         if len(parts) == 1 and first.numel() == self.rows * ROW:
-            return first.reshape(-1).view(self.rows, ROW)
+            return first.reshape(-1).contiguous().view(self.rows, ROW)  # one dimension of a gradient may have gaps
         rows = first.new_zeros(self.rows, ROW)
         targets = self._targets(rows, [present(part) for part in parts])
         torch._foreach_copy_(targets, [present(part) for part in parts])

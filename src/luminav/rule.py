@@ -365,7 +365,10 @@ def coordinate_radius(param: Tensor, bound_ratio: float) -> Tensor:
 def soft_limit_(change: Tensor, radius: Tensor) -> Tensor:
     """Δ ← B·tanh(Δ/B), with B at least 1e-30. Overwrites both."""
     radius.clamp_min_(SMALLEST_RADIUS)
-    return tanh_(change.div_(radius)).mul_(radius)
+    ratio = change.div_(radius)
+    if torch.compiler.is_compiling():  # a value of its own: worked into each of tanh's uses of it, it takes minutes
+        ratio = ratio.as_strided(ratio.shape, ratio.stride())
+    return tanh_(ratio).mul_(radius)
 
 
 def cliff_governor_(change: Tensor, param: Tensor) -> Tensor:

@@ -125,6 +125,7 @@ class Launch:
         self._fill_static_tables(members)
         self._make_working_tables()
         self._uploaded: tuple[list[int], list[bytes]] | None = None
+        self._addresses: list[int] | None = None
         self._rows: dict[int, tuple[Options, bytes]] = {}
 
     @property
@@ -216,8 +217,9 @@ class Launch:
 
         Replays write the table behind our back, so from the first capture on every eager step uploads.
         """
-        words = array("q", b"".join(rows))
-        words.extend(addresses)
+        if addresses is not self._addresses:
+            self._addresses, self._address_words = addresses, array("q", addresses)
+        words = array("q", b"".join(rows)) + self._address_words
         if capturing:
             host = self._spare_host
             _read_by_graphs.append(host)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ TARGETS = [
     ("hip", "gfx942"),
     ("hip", "gfx1100"),
 ]
+FEW_BYTES = 64
 KERNELS = {"numbers_kernel", "lookahead_kernel", "rms_kernel", "measure_kernel", "scales_kernel", "update_kernel"}
 
 
@@ -41,24 +43,27 @@ def compile_for(backend: str, arch: str, cache: Path, *options: str) -> list[dic
 
 @pytest.mark.parametrize(("backend", "arch"), TARGETS, ids=lambda value: value)
 def test_kernels_compile_and_do_not_spill(backend: str, arch: str, tmp_path: Path) -> None:
-    """sm_75 has no BF16 arithmetic and half the threads; what it spills is reported only."""
+    """But for a few bytes, where a warp fewer would cost more. What sm_75 spills, with half the threads, is reported.
+
+    A one-pass step with 8-bit state spills 56 bytes at 96 registers and is 3 % faster on an H200 than at 128 without.
+    """
     results = compile_for(backend, arch, tmp_path)
     assert {result["kernel"] for result in results} == KERNELS
-    spilling = [r for r in results if r["spilled"] and "unaligned" not in r["plan"]]
+    spilling = [r for r in results if r["spilled"] > FEW_BYTES and "unaligned" not in r["plan"]]
     assert not spilling or arch == "75", spilling
 
 
 def test_the_loops_load_vectors_before_they_compute(tmp_path: Path) -> None:
-    """16 bytes a thread and access for aligned tensors, and no load after the first slow instruction of the loop.
+    """8 or 16 bytes a thread and access for aligned tensors, and loads that are under way three iterations ahead.
 
-    The assembler likes to move a load down to its first use, to save registers; each iteration then waits for memory.
-    Measured on an H200, that and scalar loads are what separates the kernels from the memory's speed.
+    They go into shared memory: a load into registers would be waited for, and the assembler likes to move it down to
+    its first use. Measured on an H200, that and scalar loads separate the kernels from the memory's speed.
     """
     results = compile_for("cuda", "90", tmp_path, "--all", "--code")
     loops = {(r["kernel"], r["plan"]): r["loop"] for r in results if "loop" in r and "unaligned" not in r["plan"]}
     assert len(loops) >= 12
     for (kernel, plan), loop in loops.items():
-        accesses = [text for text in loop if "LDG" in text or "STG" in text]
+        accesses = [text for text in loop if re.search(r"LDG(STS)?\.|STG", text)]
         assert len(accesses) >= (3 if kernel == "measure_kernel" else 5), (kernel, plan)
         narrow = [text for text in accesses if ".128" not in text and ".64" not in text]
         assert not narrow, (kernel, plan, narrow)
@@ -68,6 +73,6 @@ def test_the_loops_load_vectors_before_they_compute(tmp_path: Path) -> None:
         ("measure_kernel", "bf16 exact"),
     ):
         loop = loops[kernel, plan]
-        first_slow = next(place for place, text in enumerate(loop) if "MUFU" in text)
-        late = [text for text in loop[first_slow:] if "LDG" in text]
-        assert not late, f"{kernel}, {plan}: {late} after {loop[first_slow]}"
+        direct = [text for text in loop if "LDG." in text]
+        assert not direct, f"{kernel}, {plan}: {direct}, not into shared memory"
+        assert sum("LDGSTS." in text for text in loop) == 4, (kernel, plan)

@@ -35,7 +35,7 @@ class Shape:
     num_warps: int
     stages: int
     """How many iterations are under way at once, the loads of later ones into shared memory; 1 for no such thing."""
-    maxnreg: int | None
+    maxnreg: int
     """Registers per thread. Said aloud, because left alone the assembler saves registers by moving a load down to its
     first use, and every iteration then waits for memory."""
 
@@ -82,7 +82,8 @@ class Kind:
     def shape(self) -> Shape:
         """How its programs are laid out."""
         shape = IN_CODES if self.moment == torch.uint8 else IN_WHOLE
-        return replace(shape, stages=1) if self.shared else shape
+        # Loads of single elements are not worth it, nor does it pay where blocks of a variance are summed up.
+        return replace(shape, stages=1) if self.shared or not self.aligned else shape
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
@@ -376,13 +377,10 @@ class Launch:
         }  # fmt: skip
 
     def _shape(self) -> dict[str, Any]:
-        shape = self.kind.shape
-        options: dict[str, Any] = {
-            "BLOCK": shape.block, "ITERATIONS": shape.iterations, "STAGES": shape.stages, "num_warps": shape.num_warps,
-        }  # fmt: skip
-        if self.device.type == "cuda" and torch.version.hip is None and shape.maxnreg is not None:
-            options["maxnreg"] = shape.maxnreg
-        return options
+        shape, options = self.kind.shape, {"STAGES": 1}
+        if self.device.type == "cuda" and torch.version.hip is None:
+            options = {"STAGES": shape.stages, "maxnreg": shape.maxnreg}
+        return {"BLOCK": shape.block, "ITERATIONS": shape.iterations, "num_warps": shape.num_warps, **options}
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

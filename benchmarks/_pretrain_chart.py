@@ -55,7 +55,7 @@ def colour_of(name: str) -> str:
 
 
 def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
-    """Draw the three panels.
+    """Draw three panels: losses, memory, and times of the optimizer where a contender has any.
 
     Args:
         path: The file of rows.
@@ -68,10 +68,12 @@ def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
     figures = latest_figures(path, steps)
     if not figures:
         raise SystemExit(f"{path} has no rows of bench_pretrain.py with --steps {steps}.")
-    chart, (loss, memory, latency) = panels(3, 17, 5.5)
+    timed = {name: values for name, values in figures.items() if "optimizer_ms" in values}
+    chart, (loss, memory, *latency) = panels(3 if timed else 2, 17 if timed else 12, 5.5)
     _losses(loss, figures)
     _memory(memory, {name: values for name, values in figures.items() if "static_gib" in values})
-    _latency(latency, {name: values for name, values in figures.items() if "optimizer_ms" in values})
+    if timed:
+        _latency(latency[0], timed)
     return save(chart, image)
 
 

@@ -97,7 +97,10 @@ class Session:
     def work(self, device: int) -> None:
         """Take contenders until none is left."""
         while (names := self._next(device)) is not None:
-            for name in names:
+            for place, name in enumerate(names):
+                if place and not self._has_time():
+                    print(f"left for another call, for want of time: {' '.join(names[place:])}", flush=True)
+                    break
                 self._take(name, device)
             with self.changed:
                 self.taken[device].remove(self._needed(names))
@@ -114,10 +117,14 @@ class Session:
                     return None
                 self.queue.remove(names)
                 self.changed.notify_all()
-                if time.monotonic() + len(names) * SLACK * self.longest <= self.deadline:
+                if self._has_time():
                     running.append(self._needed(names))
                     return names
                 print(f"left for another call, for want of time: {' '.join(names)}", flush=True)
+
+    def _has_time(self) -> bool:
+        """Whether a contender that starts now would end in time."""
+        return time.monotonic() + SLACK * self.longest <= self.deadline
 
     def _fitting(self, running: Sequence[float]) -> list[str] | None:
         free = self.memory_gib - sum(running)

@@ -156,11 +156,12 @@ def reason(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def measure_all(arguments: argparse.Namespace) -> tuple[float, dict[str, Figures]]:
-    """Measure the copy ceiling and every contender asked for, one after the other."""
+    """Measure and record the copy ceiling and every contender asked for, one after the other."""
     end = time.monotonic() + arguments.budget
     report = delegate(CEILING, arguments)
     if "failure" in report:
         raise SystemExit(f"the copy ceiling could not be measured: {report['failure']}")
+    append_rows([("step/copy_ceiling", report["ceiling"] / 1e12, "TB/s")], "cuda", arguments.out)
     reports: dict[str, Figures] = {}
     for key in arguments.modes:
         if not CONTENDERS[key].installed:
@@ -171,21 +172,21 @@ def measure_all(arguments: argparse.Namespace) -> tuple[float, dict[str, Figures
             start = time.monotonic()
             reports[key] = delegate(key, arguments)
             print(f"{key}: {reports[key].get('failure', 'done')}, {time.monotonic() - start:.1f} s", flush=True)
+        if key in reports:  # at once: whoever stops this program should lose one contender
+            append_rows(rows_of(arguments, report["ceiling"], key, reports[key]), "cuda", arguments.out)
     return report["ceiling"], reports
 
 
-def rows_of(arguments: argparse.Namespace, ceiling: float, reports: dict[str, Figures]) -> list[Row]:
-    """Every figure as a row; a contender's failure is a row too."""
-    rows: list[Row] = [("step/copy_ceiling", ceiling / 1e12, "TB/s")]
+def rows_of(arguments: argparse.Namespace, ceiling: float, key: str, report: Figures) -> list[Row]:
+    """Every figure of a contender as a row; its failure is a row too."""
+    rows: list[Row] = []
     for model in models(arguments):
-        size = num_params(shapes_of(model, arguments.shrink))
-        for key, report in reports.items():
-            figures = report.get(model)
-            if figures is None:
-                rows.append((f"step/{model}/{key}/device_ms", f"failed: {report['failure']}", "ms"))
-                continue
-            figures["traffic"] = figures["device_ms"] * 1e-3 * ceiling / size
-            rows += [(f"step/{model}/{key}/{name}", figures[name], unit) for name, unit in UNITS.items()]
+        figures = report.get(model)
+        if figures is None:
+            rows.append((f"step/{model}/{key}/device_ms", f"failed: {report['failure']}", "ms"))
+            continue
+        figures["traffic"] = figures["device_ms"] * 1e-3 * ceiling / num_params(shapes_of(model, arguments.shrink))
+        rows += [(f"step/{model}/{key}/{name}", figures[name], unit) for name, unit in UNITS.items()]
     return rows
 
 
@@ -222,7 +223,6 @@ def bench_gpu(arguments: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device here. Use --model cpu.")
     ceiling, reports = measure_all(arguments)
-    append_rows(rows_of(arguments, ceiling, reports), "cuda", arguments.out)
     if arguments.details is not None:
         arguments.details.write_text(json.dumps({"ceiling": ceiling, "reports": reports}, indent=1))
     print_table(arguments, ceiling, reports)

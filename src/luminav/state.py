@@ -195,7 +195,7 @@ def kept_tensors(state: ParamState) -> list[Tensor]:
 
 KEPT_SCALES = ("cautious_scale", "bound_scale")
 MOMENTS = (("exp_avg", EXP_AVG_FORMAT), ("exp_avg_sq", EXP_AVG_SQ_FORMAT))
-"""Keys of the moments, and the tops of their codes."""
+"""Keys of the moments, and the formats of their codes."""
 SCALES = {f"{key}_scale": key for key, _ in MOMENTS}
 """Keys of the scales of 8-bit codes, and of the moments that they belong to."""
 

@@ -30,14 +30,14 @@ class Shape:
     """How much a program does, and with how many threads and registers."""
 
     block: int
-    """Elements in flight: eight per thread with four warps and 1024, one 16-byte load of BF16 each."""
+    """Elements of an iteration: eight per thread, one 16-byte load of BF16."""
     iterations: int
     num_warps: int
     stages: int
     """How many iterations are under way at once, the loads of later ones into shared memory; 1 for no such thing."""
     maxnreg: int
-    """Registers per thread. Said aloud, because left alone the assembler saves registers by moving a load down to its
-    first use, and every iteration then waits for memory."""
+    """Registers per thread. More would leave room for fewer warps. With fewer, as the assembler would choose where one
+    iteration is under way, it moves a load down to its first use, and every iteration waits for memory."""
 
 
 _read_by_graphs: list[Tensor] = []  # for good: a captured graph may outlive the optimizer, and its replays read them
@@ -45,9 +45,9 @@ INTERPRETED = memory.INTERPRETED.value
 RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
 SPAN = 1 << 13
-"""Elements of a program. Below 2¹⁵, since two counts of so many elements share 32 bits."""
-IN_WHOLE = Shape(1024, SPAN >> 10, 4, 4, 96)
-IN_CODES = Shape(256, SPAN >> 8, 1, 4, 96)
+"""Elements of a program. Its iterations must stay below ``kernels.BAD``, which keeps two counts in one number apart."""
+IN_WHOLE = Shape(block=1024, iterations=SPAN // 1024, num_warps=4, stages=4, maxnreg=96)
+IN_CODES = Shape(block=256, iterations=SPAN // 256, num_warps=1, stages=4, maxnreg=96)
 """A program of one warp: scales change hands within it, and no warp waits for another."""
 
 TRITON_TYPES = {

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from luminav import engines, rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine, slabs
-from luminav.engines.compiled import CompiledEngine, Graphs, Kind, body
+from luminav.engines.compiled import CompiledEngine, Graphs, Kind, body, settings_guard
 from luminav.engines.slabs import ROW
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
@@ -167,7 +167,25 @@ def test_graphs_that_must_not_write_what_they_read_write_apart(traced: CompiledE
         assert_same_bits(value, expected[key], key)
 
 
-@pytest.mark.usefixtures("traced", "_threads_as_before")
+@pytest.fixture(params=["torchs_test", "our_own"])
+def _settings_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's own test of its global settings, and as if it had none."""
+    if request.param == "our_own":
+        monkeypatch.delattr(torch._C._dynamo.guards, "GlobalStateGuard", raising=False)
+
+
+@pytest.mark.usefixtures("_settings_test", "_threads_as_before")
+def test_only_other_settings_are_other_settings() -> None:
+    same = settings_guard()
+    assert same() and same()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert not same() and settings_guard()()
+    torch.set_num_threads(threads)
+    assert same()
+
+
+@pytest.mark.usefixtures("traced", "_settings_test", "_threads_as_before")
 def test_other_global_settings_of_torch_compile_apart_from_the_step() -> None:
     """Whatever Inductor makes of memory that is read and written, it never sees it: here the step compiles nothing."""
     batches, done = [batch_of(torch.bfloat16, {}) for _ in range(2)], [Scales(torch.ones(2), torch.ones(2))]

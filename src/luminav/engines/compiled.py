@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import GlobalStateGuard
 
 from luminav import rule
 from luminav.engines import single
@@ -232,8 +231,33 @@ class Graph:
     run: Callable[..., list[Tensor | None]]
     in_place: bool
     """Whether the tensors to write may share memory with those to read."""
-    state: GlobalStateGuard
-    """torch's global settings (threads, determinism, …) for which it is compiled. In others torch compiles it anew."""
+    same_settings: Callable[[], bool]
+    """Whether torch's global settings are those for which it is compiled. In others torch compiles it anew."""
+
+
+def settings_guard() -> Callable[[], bool]:
+    """A test whether torch's global settings (threads, determinism, …) are still what they are now.
+
+    It is what torch.compile guards all graphs with, and like all that is private in torch it may be gone one day. Then
+    the settings that users change between steps are compared.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    maker = getattr(guards, "GlobalStateGuard", None)
+    if maker is None:
+        now = _settings()
+        return lambda: _settings() == now
+    check: Callable[[], bool] = maker().check
+    return check
+
+
+def _settings() -> tuple[Any, ...]:
+    return (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 class Graphs:
@@ -252,7 +276,7 @@ class Graphs:
 
     @torch.no_grad()
     def compiled(self, kind: Kind) -> Graph:
-        """The graph of a kind; compiled now, on made-up rows, if it or the state of torch's global settings is new.
+        """The graph of a kind; compiled now, on made-up rows, if it or one of torch's global settings is new.
 
         It must not be compiled in the middle of a step, for memory that is read and written, which would not be a loop.
 
@@ -260,7 +284,7 @@ class Graphs:
             RuntimeError: It does not compile.
         """
         known = self.by_kind.get(kind)
-        if known is None or not known.state.check():
+        if known is None or not known.same_settings():
             run = self._made(kind) if known is None else known.run
             try:
                 apart = _example_results(run, kind, in_place=False)
@@ -271,7 +295,7 @@ class Graphs:
                     "compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
                 ) from error
             shared = _example_results(run, kind, in_place=True)
-            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)), GlobalStateGuard())
+            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)), settings_guard())
         return self.by_kind[kind]
 
     def _made(self, kind: Kind) -> Callable[..., Any]:

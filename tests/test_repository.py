@@ -69,6 +69,18 @@ def test_python_blocks_of_the_documents_run(document: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+def test_names_of_the_code_in_contributing_are_still_there() -> None:
+    """What is quoted as one name, or as names with dots between them; names of files only if they are Python's."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    quoted = [
+        name for name in re.findall(r"`([A-Za-z_][\w.]*)`", text) if not re.search(r"\.(md|json|toml|yml)$", name)
+    ]
+    assert len(quoted) > 60
+    known = {Path(name).stem for name, _ in texts()}
+    known |= {word for name, code in texts() if name.endswith((".py", ".yml")) for word in re.findall(r"\w+", code)}
+    assert {part for name in quoted for part in name.removesuffix(".py").split(".")} <= known
+
+
 @pytest.mark.parametrize(
     "document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "BENCHMARKS.md"], ids=lambda path: path.name
 )

@@ -376,7 +376,7 @@ class CompiledEngine:
         return [self._run(batch, "measure", None) for batch in batches]
 
     def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
-        self.prepare(batches, gather=gather)
+        self.prepare(batches, gather=gather)  # for callers of this verb alone: none may fail when another has written
         tables = [self._run(batch, "update", scale) for batch, scale in zip(batches, scales, strict=True)]
         return tables if gather else []
 
@@ -468,14 +468,13 @@ def _skip_of(batch: Batch) -> Tensor:
 
 def _targets(tensors: Sequence[Tensor | None], *, apart: bool, unchanged: Sequence[Select]) -> list[Tensor | None]:
     """What a graph writes to, in the order of :data:`READ`: the tensors themselves, or memory apart."""
-    return [
-        None
-        if rows is None or of not in WRITTEN
-        else torch.empty_like(rows)
-        if apart or of in unchanged
-        else rows.detach()
-        for of, rows in zip(READ, tensors, strict=True)
-    ]
+
+    def target(of: Select, rows: Tensor | None) -> Tensor | None:
+        if rows is None or of not in WRITTEN:
+            return None
+        return torch.empty_like(rows) if apart or of in unchanged else rows.detach()
+
+    return [target(of, rows) for of, rows in zip(READ, tensors, strict=True)]
 
 
 def _numbers_of(batch: Batch) -> Tensor:

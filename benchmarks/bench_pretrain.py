@@ -97,14 +97,19 @@ class Session:
     def work(self, device: int) -> None:
         """Take contenders until none is left."""
         while (names := self._next(device)) is not None:
-            for place, name in enumerate(names):
-                if place and not self._has_time():
-                    print(f"left for another call, for want of time: {' '.join(names[place:])}", flush=True)
-                    break
-                self._take(name, device)
-            with self.changed:
-                self.taken[device].remove(self._needed(names))
-                self.changed.notify_all()
+            ended = False
+            try:
+                for place, name in enumerate(names):
+                    if place and not self._has_time():
+                        print(f"left for another call, for want of time: {' '.join(names[place:])}", flush=True)
+                        break
+                    self._take(name, device)
+                ended = True
+            finally:  # or those that wait for this memory would wait for good
+                with self.changed:
+                    self.failures += not ended
+                    self.taken[device].remove(self._needed(names))
+                    self.changed.notify_all()
 
     def _next(self, device: int) -> list[str] | None:
         """The first contenders that the device's free memory holds, if need be once others have ended."""

@@ -157,6 +157,25 @@ def test_processes_share_a_gpu_as_far_as_its_memory_goes(
     assert len(most) == len(names) and max(most) <= 140.0 and together.is_set()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_one_thread_keeps_no_other_waiting(
+    arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delegate(name: str, *_: object) -> str:
+        if name == "M5":
+            raise OSError("no space left")
+        return "tried only"
+
+    monkeypatch.setattr(bench_pretrain, "delegate", delegate)
+    session = bench_pretrain.Session(arguments, deque([["M5"], ["M3"], ["M1"]]), math.inf, memory_gib=1.0)
+    threads = [threading.Thread(target=session.work, args=(0,), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads) and not session.queue
+
+
 # ---- which gated delta rule it runs ----------------------------------------------------------------------------------
 
 

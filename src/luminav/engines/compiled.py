@@ -289,10 +289,10 @@ class Graphs:
             try:
                 apart = _example_results(run, kind, in_place=False)
             except COMPILE_ERRORS as error:
-                reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 raise RuntimeError(
-                    f"execution='compile' cannot run here: torch.compile failed ({reason}). On a CPU it needs a C++ "
-                    "compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
+                    f"execution='compile' cannot run here: torch.compile failed ({_reason(error)}). On a CPU it needs "
+                    "a C++ compiler: name one in the environment variable CXX, or use execution='auto', which needs "
+                    "none."
                 ) from error
             shared = _example_results(run, kind, in_place=True)
             self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)), settings_guard())
@@ -304,6 +304,13 @@ class Graphs:
         run.__code__ = run.__code__.replace(co_name=f"{kind.verb}_{len(self)}")
         settings: Any = SETTINGS if self._backend == "inductor" and kind.device.type == "cpu" else None
         return torch.compile(run, fullgraph=True, backend=self._backend, options=settings)
+
+
+def _reason(error: BaseException) -> str:
+    """What the compiler says, in a line; torch 2.6 says first who says it."""
+    first, _, more = str(error).partition("\n")
+    said = f"{first} {more.partition(chr(10))[0]}" if first.endswith(":") else first
+    return f"{type(error).__name__}: {said}"
 
 
 @torch.inference_mode(False)

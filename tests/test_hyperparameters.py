@@ -220,6 +220,16 @@ def test_misspelt_options_are_refused(key: str, meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("key", "meant"),
+    [("wd", "weight_decay"), ("learning_rate", "lr"), ("epsilon", "eps"), ("beta1", r"betas=\(beta1, beta2\)")],
+)
+def test_what_an_option_is_called_elsewhere_is_refused_in_a_group_too(key: str, meant: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=rf"unknown option '{key}' in a parameter group. Did you mean {meant}\?"):
+        LuminaV([{"params": [param], key: 0.5}])
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
     [
         ("learning_rate", "lr"),
         ("wd", "weight_decay"),

@@ -281,7 +281,7 @@ _NEARLY_THE_SAME = 0.85  # difflib ratio: catches "weight_decy" and "beta", leav
 
 
 def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if a key of `group` is almost, but not quite, the name of an option.
+    """Raise ValueError if a key of `group` is almost, but not quite, the name of an option, or its name elsewhere.
 
     Frameworks keep keys of their own in a group ("initial_lr", "lr_scale"), so unknown keys in general are allowed.
     """
@@ -289,8 +289,9 @@ def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
         if key in OPTIONS or key in ("params", "param_names") or not isinstance(key, str):
             continue
         near = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=_NEARLY_THE_SAME)
-        if near:
-            raise ValueError(f"unknown option {key!r} in a parameter group. Did you mean {near[0]!r}?")
+        if near or key in _NEVER_ANOTHERS:
+            meant = repr(near[0]) if near else OTHER_NAMES[key]
+            raise ValueError(f"unknown option {key!r} in a parameter group. Did you mean {meant}?")
 
 
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
@@ -310,6 +311,8 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What options are called elsewhere, to what they are called here."""
+_NEVER_ANOTHERS = ("learning_rate", "wd", "epsilon", "beta1", "beta2")
+"""Those that no framework keeps in a group for purposes of its own."""
 _OF_CONFIG_JSON = ("optimizer", "default_params", "presets")
 
 _Given = ParamSpec("_Given")

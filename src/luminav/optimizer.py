@@ -187,8 +187,8 @@ class LuminaV(Optimizer):
         """What is kept per parameter: a dict of tensors for each. Edits count from the next step on."""
         if "state" not in self.__dict__:
             raise AttributeError("the optimizer has no state yet")
-        self._stepper.custody.hand_out()
         state: defaultdict[Tensor, Any] = self.__dict__["state"]
+        self._stepper.custody.hand_out()  # while it is held: another thread may be in a step
         return state
 
     @state.setter

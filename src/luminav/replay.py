@@ -21,7 +21,7 @@ from luminav.assembly import Scaling, Work
 from luminav.custody import Custody
 from luminav.distributed import local
 from luminav.engines import give_up_triton
-from luminav.engines.batch import ALIGNMENT, NOT_NULL
+from luminav.engines.batch import ALIGNMENT, NOT_NULL, lie_as_they_read
 from luminav.hyperparameters import OPTIONS
 from luminav.state import KEPT_SCALES, ParamState, Written
 
@@ -113,7 +113,9 @@ class Replay:
         kept = [tensor for step in self._steps for tensor in step.kept[1:] if tensor is not None]
         self._state_tensors = kept + first_views
         self._state_addresses = list(map(Tensor.data_ptr, self._state_tensors))
-        self._state_values = list(chain.from_iterable(map(dict.values, self._states(custody))))
+        states = self._states(custody)
+        self._state_names = list(self._names(custody, states))
+        self._state_values = list(chain.from_iterable(map(dict.values, states)))
         custody.changed()
         self._events, self._looks, self._settled = custody.events, True, False
 
@@ -163,6 +165,8 @@ class Replay:
         if untouched and not self._looks:
             return True
         states = self._states(custody)
+        if not all(starmap(is_, zip_longest(self._names(custody, states), self._state_names))):
+            return False
         if not all(starmap(is_, zip_longest(chain.from_iterable(map(dict.values, states)), self._state_values))):
             return False
         if list(map(Tensor.data_ptr, self._state_tensors)) != self._state_addresses:
@@ -177,6 +181,10 @@ class Replay:
         """The state of all parameters, or of those of these launches."""
         state = custody.state
         return list(state.values() if self._watches_all else filter(None, map(state.get, self.params)))
+
+    def _names(self, custody: Custody, states: list[ParamState]) -> Iterator[Any]:
+        """Whose the states are, and what is called what in them: of equal objects two may have changed places."""
+        return chain(custody.state if self._watches_all else (), chain.from_iterable(states))
 
     def _references(self) -> Iterator[Any]:
         """What holds state here: each object as often as it is held."""
@@ -362,8 +370,8 @@ def _addresses(grads: Sequence[Tensor]) -> list[int]:
 
 
 def _have_forms(tensors: Sequence[Tensor], forms: list[Any]) -> bool:
-    """Whether these are contiguous tensors of these forms."""
-    return list(map(_form, tensors)) == forms and all(map(Tensor.is_contiguous, tensors))
+    """Whether these are tensors of these forms, and lie in memory as they read."""
+    return list(map(_form, tensors)) == forms and lie_as_they_read(tensors)
 
 
 def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -289,6 +289,21 @@ def test_another_state_may_be_set() -> None:
     pair.assert_equal()
 
 
+@pytest.mark.parametrize("change", ["names", "owners"])
+def test_the_same_tensors_under_other_names_are_seen(change: str) -> None:
+    """In the order in which they were, so that a look at the tensors alone would see no difference."""
+    pair = Pair(shapes=[(8, 8), (8, 8)])
+    for optimizer, (first, second) in pair.sides():
+        state = optimizer.state
+        if change == "owners":
+            optimizer.state = type(state)(dict, zip([second, first], [state[first], state[second]]))
+        else:
+            others = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+            state[first] = {others.get(key, key): value for key, value in state[first].items()}
+    pair.steps(2)
+    pair.assert_equal()
+
+
 # ---- files, copies and pickles ---------------------------------------------------------------------------------------
 
 

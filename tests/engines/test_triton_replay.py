@@ -333,6 +333,44 @@ def test_gradients_in_another_layout_are_noticed(change: str) -> None:
     go_on(race)
 
 
+def _negated(grad: Tensor) -> Tensor:
+    return torch._neg_view(-grad)
+
+
+def _of_an_imaginary_part(grad: Tensor) -> Tensor:
+    """What autograd makes of it."""
+    imag = torch.zeros((), device=grad.device, requires_grad=True)
+    (torch.complex(torch.ones_like(imag), imag).conj() * 1j).real.backward()
+    assert imag.grad is not None and imag.grad.is_neg()
+    return imag.grad
+
+
+def _zeros_without_memory(grad: Tensor) -> Tensor:
+    return torch._efficientzerotensor(grad.shape, dtype=grad.dtype, device=grad.device)
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["at_once", "later"])
+@pytest.mark.parametrize(
+    ("shape", "change"), [((8, 8), _negated), ((), _of_an_imaginary_part), ((8, 8), _zeros_without_memory)]
+)
+def test_gradients_whose_values_do_not_lie_in_memory_are_taken_for_what_they_read(
+    shape: tuple[int, ...], change: Callable[[Tensor], Tensor], steps: int
+) -> None:
+    makers = weights([shape, (33,)], torch.float32)
+    race = Race(makers)
+    for step in range(steps):
+        race.step(grad_row(makers, step))
+    for _ in range(2):
+        race.set_grads([torch.ones(shape), torch.ones(33)])
+        for params in (race.params, race.twins):
+            assert params[0].grad is not None
+            params[0].grad = change(params[0].grad)
+        for optimizer in race.optimizers:
+            optimizer.step()
+        race.compare()
+    go_on(race)
+
+
 @pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no gradients of another dtype")
 def test_gradients_of_another_dtype_are_noticed() -> None:
     race = running()

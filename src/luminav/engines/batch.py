@@ -23,6 +23,19 @@ NOT_NULL = 16
 """Stands for the address of an empty tensor, which is null."""
 
 
+def lie_as_they_read(tensors: Sequence[Tensor]) -> bool:
+    """Whether the elements of tensors lie in memory, row by row, with the values that they have.
+
+    Autograd leaves negations for later, as for the imaginary part of one element under ``conj()``, and has zeros that
+    take no memory, like most subclasses of Tensor.
+    """
+    return (
+        all(map(Tensor.is_contiguous, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+        and all(map(Tensor.data_ptr, filter(Tensor.numel, tensors)))
+    )
+
+
 @dataclass(eq=False)
 class TensorStep:
     """One parameter's share of a step: its tensors, of its shape where nothing else is said, and its noise."""

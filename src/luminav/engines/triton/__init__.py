@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from luminav.engines.batch import Batch, Scales, TensorStep
+from luminav.engines.batch import Batch, Scales, TensorStep, lie_as_they_read
 from luminav.engines.triton import rule
 from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch
 from luminav.rule import NUM_SUMS
@@ -42,7 +42,7 @@ def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) 
         param.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and grad.dtype.is_floating_point
         and grad.dtype in TRITON_TYPES
-        and all(tensor.is_contiguous() for tensor in tensors)
+        and lie_as_they_read(tensors)
         and consecutive
         and (first_index == 0 or first_index + param.numel() <= LARGEST_INDEX)
     )

@@ -453,6 +453,24 @@ def test_unknown_state_of_a_file_is_dropped(caplog: pytest.LogCaptureFixture) ->
     ]
 
 
+@pytest.mark.parametrize("theirs", [5, [1], {"x": 1}, torch.ones(3)], ids=["int", "list", "dict", "tensor"])
+@pytest.mark.parametrize("steps", [0, 2], ids=["before", "later"])
+def test_what_others_keep_beside_the_state_of_parameters_is_left_alone(theirs: Any, steps: int) -> None:
+    """torch's optimizers take anything there, and save it."""
+    param, twin = parameter(normal((4,), 0)), parameter(normal((4,), 0))
+    optimizer, expected = LuminaV([param]), LuminaV([twin])
+    take_steps(optimizer, [param], range(steps))
+    optimizer.state["theirs"] = theirs  # type: ignore[index]
+    take_steps(optimizer, [param], range(steps, 4))
+    take_steps(expected, [twin], range(4))
+    file = optimizer.state_dict()
+    assert file["state"]["theirs"] is theirs or file["state"]["theirs"] == theirs
+    assert_same_state(state_of(optimizer, [param]), state_of(expected, [twin]))
+    reader = LuminaV([param])
+    reader.load_state_dict(file)
+    assert_same_state(state_of(reader, [param]), state_of(expected, [twin]))
+
+
 def test_a_group_added_after_loading_trains() -> None:
     first, second = parameter(normal((4,), 0)), parameter(normal((3,), 1))
     optimizer = LuminaV([first])

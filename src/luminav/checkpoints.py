@@ -80,14 +80,16 @@ def make_saveable(state_dict: dict[str, Any], groups: list[dict[str, Any]]) -> N
     for group in state_dict["param_groups"]:
         group["process_group"] = None
     state = state_dict["state"]
-    for key, entry in state.items():
+    kept = {key: entry for key, entry in state.items() if isinstance(entry, dict)}  # the rest is somebody else's
+    for key, entry in kept.items():
         state[key] = {name: value.detach() if isinstance(value, Tensor) else value for name, value in entry.items()}
     for saved, group in zip(state_dict["param_groups"], groups, strict=True):
         options = Options.from_group(group)
         for key, param in zip(saved["params"], group["params"], strict=True):
             if key in state and in_blocks(param):
                 reform_moments(state[key], param, options)
-    for key, entry in state.items():
+    for key in kept:
+        entry = state[key]
         remainder = entry.get("master_remainder")
         if is_dtensor(remainder):  # neither Gloo nor NCCL has 16-bit integers
             state[key] = {**entry, "master_remainder": remainder.to(torch.int32)}

@@ -13,6 +13,7 @@ from itertools import chain
 from operator import ne
 from typing import Any
 
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 HELD_ONCE = next(map(sys.getrefcount, [object()]))
@@ -36,6 +37,10 @@ class Custody:
     def state(self) -> Any:
         """The state, for the package's own use, which calls :meth:`changed` where it changes it."""
         return vars(self._optimizer)["state"]
+
+    def of_params(self) -> list[dict[str, Any]]:
+        """What is kept for each parameter. Under other keys anybody may keep anything, as in torch's optimizers."""
+        return [kept for key, kept in self.state.items() if isinstance(key, Tensor)]
 
     def changed(self) -> None:
         """The package has changed state, or is about to."""
@@ -64,7 +69,8 @@ class Custody:
 
         Python counts the references to each object: one more than our own is somebody's, who may use it at any time.
         If a count is off for another reason, the state only counts as lent. Who has a view of a tensor, and not the
-        tensor, can write to its memory but cannot have it lie elsewhere.
+        tensor, can write to its memory but cannot have it lie elsewhere, unless by resizing the storage of both, which
+        nothing here notices.
 
         Args:
             states: State of parameters, in a list that holds each once.

@@ -179,8 +179,7 @@ class Replay:
 
     def _states(self, custody: Custody) -> list[ParamState]:
         """The state of all parameters, or of those of these launches."""
-        state = custody.state
-        return list(state.values() if self._watches_all else filter(None, map(state.get, self.params)))
+        return custody.of_params() if self._watches_all else list(filter(None, map(custody.state.get, self.params)))
 
     def _names(self, custody: Custody, states: list[ParamState]) -> Iterator[Any]:
         """Whose the states are, and what is called what in them: of equal objects two may have changed places."""

@@ -190,7 +190,7 @@ class Stepper:
         the step counts; leaving those at 0 lets parameters that the file does not know stay without state.
         """
         return (
-            not any(self.state.values())
+            not any(self.custody.of_params())
             and all(float(item.options.lr) == 0.0 for item in pending)
             and not any(item.grad is not None and item.grad.any() for item in pending)
         )
@@ -198,7 +198,7 @@ class Stepper:
     def _drop_template(self) -> None:
         """Forget what an allocation-only step made beyond a parameter's first state, if no file was read into it."""
         if self.template:
-            for state in self.state.values():
+            for state in self.custody.of_params():
                 drop_template(state)
             self.template = False
 

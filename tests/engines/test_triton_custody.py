@@ -304,6 +304,19 @@ def test_the_same_tensors_under_other_names_are_seen(change: str) -> None:
     pair.assert_equal()
 
 
+def test_what_others_keep_beside_the_state_of_parameters_is_left_alone(looks: list[Replay]) -> None:
+    pair = Pair(steps=0)
+    pair.kept.state["theirs"], pair.anew.state["theirs"] = [1], 2
+    pair.steps(2)
+    kept = pair.replay
+    pair.kept.state["theirs"] = torch.ones(3)
+    pair.steps(3)
+    looks.clear()
+    pair.steps(1)
+    assert pair.replay is kept
+    pair.assert_equal()
+
+
 # ---- files, copies and pickles ---------------------------------------------------------------------------------------
 
 

@@ -200,6 +200,20 @@ def test_other_global_settings_of_torch_compile_apart_from_the_step() -> None:
         assert_same_bits(ours, theirs)
 
 
+@pytest.mark.usefixtures("traced", "_threads_as_before")
+def test_there_may_be_any_number_of_global_settings_and_ways_back() -> None:
+    """Of one function torch compiles eight forms and then refuses."""
+    batch, engine = batch_of(torch.bfloat16, {}), choose_engine("compile", CPU)
+    for threads in range(1, 11):
+        torch.set_num_threads(threads)
+        engine.prepare([batch], gather=True)
+    before = compiled_so_far()
+    for threads in (1, 9, 1, 4):
+        torch.set_num_threads(threads)
+        engine.prepare([batch], gather=True)
+    assert compiled_so_far() == before
+
+
 def writes_early(kind: Kind) -> Any:
     """A graph that reads moments again after it has written them."""
     run = body(kind)

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from luminav import engines, rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine, slabs
-from luminav.engines.compiled import CompiledEngine, Graphs, Kind, body, settings_guard
+from luminav.engines.compiled import CompiledEngine
+from luminav.engines.graphs import Graphs, Kind, body, settings_guard
 from luminav.engines.slabs import ROW
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import os
 import re
@@ -273,3 +274,21 @@ def test_engines_see_tensors_only(path: Path) -> None:
         assert not f"{name}.".startswith("torch.distributed."), name
         assert name.split(".")[0] not in {"json", "tomllib", "configparser"}, name
         assert room(name) not in NOT_FOR_ENGINES, name
+
+
+def test_rows_that_the_documents_name_are_there() -> None:
+    """ "…" stands for any part of a case. A figure whose row is gone, or was never measured, is no evidence."""
+    with (ROOT / "benchmarks" / "results.csv").open(newline="", encoding="utf-8") as stream:
+        cases = [row["case"] for row in csv.DictReader(stream)]
+    named = {
+        (document.name, pattern)
+        for document in DOCUMENTS
+        for pattern in re.findall(r"\brows?\s+`([^`]*/[^`]*)`", document.read_text(encoding="utf-8"), re.IGNORECASE)
+    }
+    assert len(named) >= 8
+    missing = [
+        (document, pattern)
+        for document, pattern in sorted(named)
+        if not any(re.fullmatch(".*".join(map(re.escape, pattern.split("…"))), case) for case in cases)
+    ]
+    assert not missing

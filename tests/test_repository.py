@@ -196,6 +196,7 @@ LEVELS = {
     "checkpoints": 3,
     "assembly": 3,
     "custody": 3,
+    "modes": 3,
     "replay": 3,
     "distributed": 3,
     "domains": 3,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,33 +52,6 @@ class Scaling:
 
 UNSCALED = Scaling(None, None)
 """No loss scaler, or none that asks for anything."""
-AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Autocast off: the rule says in which dtype it is worked out, and autocast cannot concatenate FP64 tensors."""
-    with ExitStack() as stack:
-        for device_type in AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
-
-
-def ordinary_mode() -> AbstractContextManager[Any]:
-    """No autograd, no inference mode, in which state could not be made for steps outside it, and no autocast.
-
-    Every step enters it, so what is off already is left alone.
-    """
-    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
-        return _out_of_other_modes()
-    return torch.no_grad()
-
-
-@contextmanager
-def _out_of_other_modes() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad(), without_autocast():
-        yield
 
 
 def check_param(param: Tensor, options: Options) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from luminav import assembly, rule
 from luminav.engines import choose_engine
+from luminav.modes import out_of_other_modes
 from luminav.state import Written, catch_up, joined
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ def watching(stepper: Stepper) -> Iterator[Report]:
 class Watched:
     """Weights and scales of a step that is about to be taken."""
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    @assembly.without_autocast()
+    @out_of_other_modes()
     def __init__(self, stepper: Stepper) -> None:
         stepper.sharding.plan(stepper.optimizer.param_groups)
         if stepper.sharding.domains:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from luminav.assembly import check_layout, check_param, ordinary_mode
+from luminav.assembly import check_layout, check_param
 from luminav.checkpoints import (
     Sealed,
     loaded_group,
@@ -25,6 +25,7 @@ from luminav.checkpoints import (
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
+from luminav.modes import ordinary_mode
 from luminav.param_groups import check_model
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import adopt_edits, former_weight, joined
@@ -360,7 +361,7 @@ class LuminaV(Optimizer):
             if name not in exported or param.dtype not in SIXTEEN_BIT:
                 continue
             written = all_written.get(param)
-            state = self._stepper.custody.state.get(param, {})
+            state = self._stepper.state.get(param, {})
             master = state.get("master_param")
             if "master_remainder" in state:
                 exported[name] = joined(param, state["master_remainder"])

@@ -262,8 +262,8 @@ class Graphs:
 
     def __init__(self, backend: str = "inductor") -> None:
         self._backend = backend
-        self.by_kind: dict[Kind, Graph] = {}
-        self._former: dict[Kind, list[Graph]] = {}
+        self.by_kind: dict[Kind, list[Graph]] = {}
+        """One for each of torch's global settings that steps were taken in."""
 
     def __len__(self) -> int:
         return len(self.by_kind)
@@ -277,25 +277,21 @@ class Graphs:
         Raises:
             RuntimeError: It does not compile.
         """
-        known = self.by_kind.get(kind)
-        if known is None or not known.same_settings():
-            former = self._former.setdefault(kind, [])
-            if again := next((graph for graph in former if graph.same_settings()), None):
-                self.by_kind[kind] = again
-                return again
-            run = self._made(kind)  # not `known.run`, which torch would compile for eight states and no more
-            try:
-                apart = _example_results(run, kind, in_place=False)
-            except COMPILE_ERRORS as error:
-                raise RuntimeError(
-                    f"execution='compile' cannot run here: torch.compile failed ({_reason(error)}). On a CPU it needs "
-                    "a C++ compiler: name one in the environment variable CXX, or use execution='auto', which needs "
-                    "none."
-                ) from error
-            shared = _example_results(run, kind, in_place=True)
-            self.by_kind[kind] = Graph(run, all(map(torch.equal, apart, shared)), settings_guard())
-            former.append(self.by_kind[kind])
-        return self.by_kind[kind]
+        graphs = self.by_kind.setdefault(kind, [])
+        known = next((graph for graph in graphs if graph.same_settings()), None)
+        if known is not None:
+            return known
+        run = self._made(kind)  # not the `run` of another, which torch would compile for eight settings and no more
+        try:
+            apart = _example_results(run, kind, in_place=False)
+        except COMPILE_ERRORS as error:
+            raise RuntimeError(
+                f"execution='compile' cannot run here: torch.compile failed ({_reason(error)}). On a CPU it needs a "
+                "C++ compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
+            ) from error
+        shared = _example_results(run, kind, in_place=True)
+        graphs.append(Graph(run, all(map(torch.equal, apart, shared)), settings_guard()))
+        return graphs[-1]
 
     def _made(self, kind: Kind) -> Callable[..., Any]:
         run = body(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 from array import array
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, Scales, TensorStep
-from luminav.engines.triton import kernels, memory, scalars
+from luminav.engines.triton import kernels, scalars
 from luminav.engines.triton import tables as columns
 from luminav.hyperparameters import Options
 from luminav.rule import NUM_SUMS
@@ -41,7 +42,8 @@ class Shape:
 
 
 _read_by_graphs: list[Tensor] = []  # for good: a captured graph may outlive the optimizer, and its replays read them
-INTERPRETED = memory.INTERPRETED.value
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton interprets the kernels; it reads this too when they are defined."""
 RELAUNCHES = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 """Whether a compiled kernel takes all arguments of its source, with integers for addresses: seen in 3.6 and 3.9."""
 SPAN = 1 << 13

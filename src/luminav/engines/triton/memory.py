@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
@@ -17,9 +15,6 @@ from luminav.engines.triton.tables import (
     SPLIT_MASTER,
     WHOLE_MASTER,
 )
-
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether Triton interprets the kernels; it reads this too when they are defined."""
 
 
 @triton.jit

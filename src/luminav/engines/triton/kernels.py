@@ -82,10 +82,10 @@ def widen_moments(
     MATH: tl.constexpr,
 ):  # fmt: skip
     """exp_avg and exp_avg_sq as FP32 with what they decay by; with one buffer the first in place of the second."""
-    m, m_decay = widen_moment(m, m_scale, beta1, MOMENT, rounding.EXP_AVG_MANTISSA, False, MATH)
+    m, m_decay = widen_moment(m, m_scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
     v_decay = m_decay
     if DUAL:
-        v, v_decay = widen_moment(v, v_scale, beta2, MOMENT, rounding.EXP_AVG_SQ_MANTISSA, SHARED, MATH)
+        v, v_decay = widen_moment(v, v_scale, beta2, MOMENT, SIGNED=False, SHARED=SHARED, MATH=MATH)
     return m, v, m_decay, v_decay
 
 
@@ -139,7 +139,7 @@ def lookahead_kernel(
         mask = offsets < left
         g = widen(load_stored(grad, offsets, mask, GRAD), GRAD, MATH)
         m, scale = load_moment(exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, False, BLOCK)
-        m, m_decay = widen_moment(m, scale, beta1, MOMENT, rounding.EXP_AVG_MANTISSA, False, MATH)
+        m, m_decay = widen_moment(m, scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
         share = rule.clean_grad(g, grad_scale, SCALED) * w1
         ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
         squares += ahead * ahead
@@ -274,16 +274,16 @@ def update_kernel(
         else:
             noise = rounding.stream(x, rounding.WEIGHT_STREAM, 16)
             store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
-        noise = rounding.moment_stream(x, rounding.EXP_AVG_STREAM, rounding.EXP_AVG_MANTISSA, MOMENT)
+        noise = rounding.moment_stream(x, SIGNED=True, MOMENT=MOMENT)
         store_moment(
             exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
-            rounding.EXP_AVG_MANTISSA, False, STOCHASTIC, MATH, BLOCK,
+            SIGNED=True, SHARED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
         )  # fmt: skip
         if DUAL:
-            noise = rounding.moment_stream(x, rounding.EXP_AVG_SQ_STREAM, rounding.EXP_AVG_SQ_MANTISSA, MOMENT)
+            noise = rounding.moment_stream(x, SIGNED=False, MOMENT=MOMENT)
             store_moment(
                 exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
-                rounding.EXP_AVG_SQ_MANTISSA, SHARED, STOCHASTIC, MATH, BLOCK,
+                SIGNED=False, SHARED=SHARED, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
             )  # fmt: skip
     if GATHER:
         store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)

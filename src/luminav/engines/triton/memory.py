@@ -120,7 +120,7 @@ def load_moment(
 
 @triton.jit
 def widen_moment(
-    stored, scale, beta, TYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr
+    stored, scale, beta, TYPE: tl.constexpr, SIGNED: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr
 ):
     """A moment as FP32, and what it decays by.
 
@@ -129,7 +129,7 @@ def widen_moment(
     if SHARED:
         return stored, beta
     elif tl.uint8 == TYPE:
-        value, factor = rounding.decode(stored, scale.to(tl.int32), MANTISSA_BITS, MATH != rule.PORTABLE)
+        value, factor = rounding.decode(stored, scale.to(tl.int32), SIGNED, MATH != rule.PORTABLE)
         return value, factor * beta
     else:
         return widen(stored, TYPE, MATH), beta
@@ -164,7 +164,7 @@ def load_tile(
 
 @triton.jit
 def store_moment(
-    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, MANTISSA_BITS: tl.constexpr,
+    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, SIGNED: tl.constexpr,
     SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
@@ -173,7 +173,7 @@ def store_moment(
         tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
     elif tl.uint8 == TYPE:
         rows, inside = block_tile(first, left, BLOCK)
-        codes, scale = rounding.encode(x, noise, MANTISSA_BITS, STOCHASTIC, MATH != rule.PORTABLE)
+        codes, scale = rounding.encode(x, noise, SIGNED, STOCHASTIC, MATH != rule.PORTABLE)
         tl.store(pointer + offsets, codes, mask=mask)
         tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])
     else:

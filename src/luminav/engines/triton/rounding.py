@@ -33,11 +33,15 @@ NOISE_BITS = tl.constexpr(blocks.NOISE_BITS)
 HALF = tl.constexpr(blocks.HALF)
 UP = tl.constexpr(blocks.UP)
 LARGEST_SCALE = tl.constexpr(blocks.LARGEST_SCALE)
-# The mantissa bits stand for a format of codes: five mean exp_avg's.
-EXP_AVG_MANTISSA = tl.constexpr(blocks.EXP_AVG_FORMAT.mantissa_bits)
-EXP_AVG_SQ_MANTISSA = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.mantissa_bits)
+# Of the formats of 8-bit codes; SIGNED is that of exp_avg, the other one that of exp_avg_sq.
 EXP_AVG_TOP = tl.constexpr(blocks.EXP_AVG_FORMAT.top)
+EXP_AVG_SHIFT = tl.constexpr(blocks.EXP_AVG_FORMAT.shift)
+EXP_AVG_BINADES = tl.constexpr(blocks.EXP_AVG_FORMAT.binades)
+EXP_AVG_SMALLEST_SCALE = tl.constexpr(blocks.EXP_AVG_FORMAT.smallest_scale)
 EXP_AVG_SQ_TOP = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.top)
+EXP_AVG_SQ_SHIFT = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.shift)
+EXP_AVG_SQ_BINADES = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.binades)
+EXP_AVG_SQ_SMALLEST_SCALE = tl.constexpr(blocks.EXP_AVG_SQ_FORMAT.smallest_scale)
 
 
 @triton.jit
@@ -72,9 +76,11 @@ def stream(x, MULTIPLIER: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def moment_stream(x, MULTIPLIER: tl.constexpr, MANTISSA_BITS: tl.constexpr, MOMENT: tl.constexpr):
-    """Noise bits of a moment's stream: as many as its storage type cuts off."""
-    return stream(x, MULTIPLIER, 23 - MANTISSA_BITS if tl.uint8 == MOMENT else 16)
+def moment_stream(x, SIGNED: tl.constexpr, MOMENT: tl.constexpr):
+    """Noise bits of the stream of exp_avg (SIGNED) or exp_avg_sq: as many as its storage type cuts off."""
+    MULTIPLIER: tl.constexpr = EXP_AVG_STREAM if SIGNED else EXP_AVG_SQ_STREAM
+    SHIFT: tl.constexpr = EXP_AVG_SHIFT if SIGNED else EXP_AVG_SQ_SHIFT
+    return stream(x, MULTIPLIER, SHIFT if tl.uint8 == MOMENT else 16)
 
 
 @triton.jit
@@ -142,36 +148,38 @@ def power_of_two(exponents):
 
 
 @triton.jit
-def decode(codes, scales, MANTISSA_BITS: tl.constexpr, PTX: tl.constexpr):
+def decode(codes, scales, SIGNED: tl.constexpr, PTX: tl.constexpr):
     """uint8 codes [blocks, 64] as FP32, and the factors that make them values, from int32 scales [blocks, 1]."""
-    SIGNED: tl.constexpr = MANTISSA_BITS == EXP_AVG_MANTISSA
     TOP: tl.constexpr = EXP_AVG_TOP if SIGNED else EXP_AVG_SQ_TOP
+    SHIFT: tl.constexpr = EXP_AVG_SHIFT if SIGNED else EXP_AVG_SQ_SHIFT
+    BINADES: tl.constexpr = EXP_AVG_BINADES if SIGNED else EXP_AVG_SQ_BINADES
     if PTX:
         value = tl.inline_asm_elementwise(
             UNPACK_EXP_AVG if SIGNED else UNPACK_EXP_AVG_SQ, "=f,=f,=f,=f,r", [codes], tl.float32, is_pure=True, pack=4
         )
     else:
         code = codes.to(tl.int32)
-        pattern = (code & TOP) << (10 - MANTISSA_BITS)
+        pattern = (code & TOP) << (SHIFT - 13)  # FP16's mantissa has 13 bits less than FP32's
         if SIGNED:
             pattern = pattern | ((code & SIGN) << 8)
         value = pattern.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return value, power_of_two(scales + (15 - (TOP >> MANTISSA_BITS)))
+    return value, power_of_two(scales + (15 - BINADES))
 
 
 @triton.jit
-def encode(x, noise, MANTISSA_BITS: tl.constexpr, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+def encode(x, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
     """uint8 codes and int32 scales [blocks, 1] of FP32 [blocks, 64]; `noise` is uint32, unused for nearest.
 
     The device must have FP32's subnormals. With PTX four codes are packed at a time.
     """
-    SIGNED: tl.constexpr = MANTISSA_BITS == EXP_AVG_MANTISSA
     TOP: tl.constexpr = EXP_AVG_TOP if SIGNED else EXP_AVG_SQ_TOP
-    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
+    SHIFT: tl.constexpr = EXP_AVG_SHIFT if SIGNED else EXP_AVG_SQ_SHIFT
+    BINADES: tl.constexpr = EXP_AVG_BINADES if SIGNED else EXP_AVG_SQ_BINADES
+    SMALLEST_SCALE: tl.constexpr = EXP_AVG_SMALLEST_SCALE if SIGNED else EXP_AVG_SQ_SMALLEST_SCALE
     largest = tl.max(tl.abs(x), 1, keep_dims=True).to(tl.int32, bitcast=True)
     ULP: tl.constexpr = 2**SHIFT
-    scale = tl.maximum((largest + (ULP - 1)) >> 23, (TOP >> MANTISSA_BITS) + MANTISSA_BITS)
-    DOWN: tl.constexpr = 2.0 ** (127 - UP + (TOP >> MANTISSA_BITS))
+    scale = tl.maximum((largest + (ULP - 1)) >> 23, SMALLEST_SCALE)
+    DOWN: tl.constexpr = 2.0 ** (127 - UP + BINADES)
     pattern = (x * power_of_two(-scale + UP) * DOWN).to(tl.int32, bitcast=True)
     if STOCHASTIC:
         pattern += noise.to(tl.int32, bitcast=True)

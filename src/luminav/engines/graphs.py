@@ -277,7 +277,7 @@ class Graphs:
         Raises:
             RuntimeError: It does not compile.
         """
-        graphs = self.by_kind.setdefault(kind, [])
+        graphs = self.by_kind.get(kind, [])
         known = next((graph for graph in graphs if graph.same_settings()), None)
         if known is not None:
             return known
@@ -290,8 +290,9 @@ class Graphs:
                 "C++ compiler: name one in the environment variable CXX, or use execution='auto', which needs none."
             ) from error
         shared = _example_results(run, kind, in_place=True)
-        graphs.append(Graph(run, all(map(torch.equal, apart, shared)), settings_guard()))
-        return graphs[-1]
+        new = Graph(run, all(map(torch.equal, apart, shared)), settings_guard())
+        self.by_kind[kind] = [*graphs, new]
+        return new
 
     def _made(self, kind: Kind) -> Callable[..., Any]:
         run = body(kind)

@@ -212,17 +212,17 @@ def train(run: Run, bench: Bench) -> dict[str, Any]:
     set_weights(model, _first_weights(run))
     for part in ("train", "validation"):
         bench.windows(run.corpus, part, size.context)
-    before = _allocated(bench.device)
     first = {name: param.detach().clone().bfloat16() for name, param in model.named_parameters()} if run.start else {}
     start_loss = evaluate(bench, run, model, contender) if run.start else math.nan
-    held = _allocated(bench.device) - before
     optimizer = contender.make(model, run.lr, run.seed)
     losses, validation, seconds, finite = _loop(run, bench, model, contender, optimizer)
     params = sum(param.numel() for param in model.parameters())
     kept = state_bytes(optimizer, model)
     if bench.device.type == "cuda":  # the allocator knows of state that no state dict shows
-        weights = sum(param.numel() * param.element_size() for param in model.parameters())
-        kept = weights + _allocated(bench.device) - before - held
+        kept = sum(param.numel() * param.element_size() for param in model.parameters()) + _allocated(bench.device)
+        del optimizer
+        gc.collect()
+        kept -= _allocated(bench.device)
     last = validation[-recipe.last_evals :]
     if run.save is not None and finite:
         torch.save({name: param.detach().float().cpu() for name, param in model.named_parameters()}, run.save)

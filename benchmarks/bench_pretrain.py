@@ -58,11 +58,13 @@ FIRST_S = 150.0
 SLACK = 1.2
 
 PARAMS = 4.206e9
-ACTIVATIONS_GIB = {TORCH: 10.5, FLA: 4.0}
-APART_GIB = 2.0
+ACTIVATIONS_GIB = {TORCH: 10.0, FLA: 4.0}
+APART_GIB = 1.5
 """What a process holds besides its tensors: the CUDA context, and memory that the allocator keeps in pieces."""
-STATE_BYTES = {"none": 4, "semi": 8, "full": 12}
-"""Bytes of state per parameter by master_weights, at most: with two moments, masters not split."""
+STATE_BYTES = {"none": 4, "semi": 6, "full": 10}
+"""Bytes of state per parameter by master_weights, at most: with two moments."""
+UNSPLIT_BYTES = 2
+"""What master weights take beyond that in the public package, which does not split them."""
 
 UNITS = {
     "peak_gib": "GiB", "static_gib": "GiB", "dynamic_gib": "GiB", "reserved_gib": "GiB", "step_ms": "ms",
@@ -177,7 +179,9 @@ def needed_gib(name: str, arguments: argparse.Namespace) -> float:
         return float(arguments.limit_gib) + APART_GIB
     contender = CONTENDERS[name]
     weights = 4 if contender.dtype == "fp32" else 2
-    state = STATE_BYTES[contender.options.get("master_weights", "none")] * weights // 2
+    master_weights = contender.options.get("master_weights", "none")
+    state = STATE_BYTES[master_weights] * weights // 2
+    state += UNSPLIT_BYTES if contender.package == "public" and master_weights != "none" else 0
     grads_gib = PARAMS * weights / GIB
     return PARAMS * (weights + state) / GIB + max(grads_gib, ACTIVATIONS_GIB[arguments.linear_attention]) + APART_GIB
 

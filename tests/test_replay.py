@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from luminav.replay import likeness, never_alike
+from luminav.premises import likeness, never_alike
 
 
 def tensors() -> list[Tensor]:

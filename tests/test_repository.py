@@ -197,6 +197,7 @@ LEVELS = {
     "assembly": 3,
     "custody": 3,
     "modes": 3,
+    "premises": 3,
     "replay": 3,
     "distributed": 3,
     "domains": 3,

@@ -209,6 +209,8 @@ class Work:
     """:class:`luminav.rule.Sums` of each tensor; over all ranks once :func:`add_up` has seen them."""
     scales: Scales = field(init=False)
     """The scales of this step."""
+    is_kept: bool = False
+    """Whether this work takes step after step, the tables behind its state made by the first."""
 
     @property
     def missing(self) -> bool:
@@ -217,8 +219,24 @@ class Work:
 
     @property
     def new_kept(self) -> Scales:
-        """The scales that one-pass mode keeps for the next step."""
-        return self.scales if self.kept is None else blended_scales(self.batch, self.kept, self.sums)
+        """The scales that one-pass mode keeps for the next step: the old ones, if this one was skipped."""
+        if self.kept is None:
+            return self.scales
+        old, new, skip = self.kept, blended_scales(self.batch, self.kept, self.sums), self.batch.skip
+        if skip is None:
+            return new
+        return Scales(torch.where(skip, old.cautious, new.cautious), torch.where(skip, old.bound, new.bound))
+
+    def keep_scales(self) -> None:
+        """Put the scales for one-pass mode's next step into the state, as views of two tables."""
+        new = self.new_kept
+        if self.is_kept and self.kept is not None:
+            self.kept.cautious.copy_(new.cautious)
+            self.kept.bound.copy_(new.bound)
+            return
+        self.kept = new
+        for item, *pair in zip(self.items, new.cautious.unbind(), new.bound.unbind(), strict=True):
+            item.state.update(zip(KEPT_SCALES, pair, strict=True))
 
     def keep_only(self, rows: list[int]) -> None:
         """Drop the tensors of all other rows."""
@@ -259,7 +277,7 @@ def sort_into_works(pending: Iterable[Pending], scaling: Scaling, *, sharded: bo
         work.batch.steps.append(tensor_step(item, step))
     for (known, *_), work in sorted_in.items():
         if work.batch.numbers is None and sharded:
-            work.batch.numbers = _numbers_of_all(work)
+            work.batch.numbers = numbers_of_all(work, torch.stack([item.state["step"] for item in work.items]))
         work.kept = kept_scales(work) if known else None
     return list(sorted_in.values())
 
@@ -271,12 +289,11 @@ def _next_step(item: Pending, on_device: bool) -> int | Tensor | None:
     return item.state["step"] + 1 if on_device else int(item.state["step"]) + 1
 
 
-def _numbers_of_all(work: Work) -> rule.StepNumbers:
+def numbers_of_all(work: Work, steps_taken: Tensor) -> rule.StepNumbers:
     """Step numbers of all tensors of a batch, FP64, one row per tensor: for scales that are made outside the engine."""
     batch = work.batch
-    steps = torch.stack([item.state["step"] for item in work.items]).to(torch.float64) + 1
     lr = torch.as_tensor(batch.options.lr, dtype=torch.float64, device=batch.device).reshape(())
-    return rule.step_numbers(steps, lr, batch.options, batch.param_dtype, 1.0)
+    return rule.step_numbers(steps_taken.to(torch.float64) + 1, lr, batch.options, batch.param_dtype, 1.0)
 
 
 def scales_known(item: Pending) -> bool:

@@ -349,11 +349,11 @@ class Written(NamedTuple):
     def of(cls, param: Tensor) -> Written:
         """The weight as it is now."""
         own_master = param.dtype not in SIXTEEN_BIT
-        return cls(_versions(param), _data_ptr(param), param.dtype, param.detach() if own_master else None)
+        return cls(versions(param), _data_ptr(param), param.dtype, param.detach() if own_master else None)
 
     def is_still(self, param: Tensor) -> bool:
         """Whether nobody has written or replaced the weight since."""
-        return (self.versions, self.data_ptr, self.dtype) == (_versions(param), _data_ptr(param), param.dtype)
+        return (self.versions, self.data_ptr, self.dtype) == (versions(param), _data_ptr(param), param.dtype)
 
 
 def _held(param: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def _held(param: Tensor) -> Tensor:
     return getattr(param, "_local_tensor", param)
 
 
-def _versions(param: Tensor) -> tuple[int, int]:
+def versions(param: Tensor) -> tuple[int, int]:
     """Version counters of a parameter and of its local tensor: writing a DTensor raises the first, we the second."""
     return param._version, _held(param)._version
 

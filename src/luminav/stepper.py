@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,10 @@ from luminav.assembly import (
 )
 from luminav.custody import Custody
 from luminav.distributed import Sharding, local
+from luminav.domains import Domain
 from luminav.engines import able_engine, choose_engine, triton_errors
 from luminav.hyperparameters import Options
-from luminav.replay import Replay, TritonFailed
+from luminav.replay import Replay, ShardedReplay, TritonFailed
 from luminav.state import (
     KEPT_SCALES,
     Written,
@@ -73,7 +74,7 @@ class Stepper:
         self.custody = Custody(optimizer)
         self.written: dict[Tensor, Written] = {}  # with master weights: each weight after our last write
         self.sharding = Sharding()
-        self.replays: dict[Share | None, Replay] = {}  # the kept launches of a whole step (None) and of shares
+        self.replays: dict[Share | None, Replay | ShardedReplay] = {}  # kept: of a whole step (None), of shares
         self.release: Any = None  # the handle of gradient release, while it is on
         self.nonfinite: dict[torch.device, Tensor] = {}
         self.warned_nonfinite = False
@@ -229,20 +230,49 @@ class Stepper:
         replayable = [work for work in works if work.engine.numbers_on_device and not domains]
         works = [work for work in works if work not in replayable]
         replay = self._compiled(replayable, scaling) if replayable else None
-        early, late = [work for work in works if work.early], [work for work in works if not work.early]
         prepare(works)
+        launch = None
+        if replay is not None:
+            launch = functools.partial(self._launch, replay, replayable, scaling, share, keep=not works)
+        idle = functools.partial(self._allocate, pending, scaling) if allocation_only else None
+        taken = self._take(works, domains, scaling, launch, idle)
+        if domains and taken and ShardedReplay.can_keep(works, scaling):
+            take = functools.partial(self._take, works, domains, scaling)
+            self._keep(ShardedReplay(works, take), share)
+
+    def _take(
+        self,
+        works: list[Work],
+        domains: Sequence[Domain],
+        scaling: Scaling,
+        launch: Callable[[], None] | None = None,
+        idle: Callable[[], None] | None = None,
+    ) -> bool:
+        """Take a step with works.
+
+        Args:
+            works: The works.
+            domains: The ranks that hold other parts of their parameters.
+            scaling: What the loss scaler asks for.
+            launch: Takes the step of other works, when all exact ones of these are measured.
+            idle: On a rank that has nothing to do: what to do if no other rank has anything either.
+
+        Returns:
+            Whether anything was written.
+        """
+        early, late = [work for work in works if work.early], [work for work in works if not work.early]
         measure_lookahead(works, domains)
         measure(late)
-        if replay is not None:
-            self._launch(replay, replayable, scaling, share, keep=not works)
+        if launch is not None:
+            launch()
         update(early, gather=True)
         if domains:
-            overflow, busy = combine(works, domains, self._flags(scaling, allocation_only))
-            if allocation_only and not busy.item():
-                self._allocate(pending, scaling)
-                return
+            overflow, busy = combine(works, domains, self._flags(domains, scaling, idle is not None))
+            if idle is not None and not busy.item():
+                idle()
+                return False
             if scaling.overflow is not None and scaling.found_inf is None and overflow.item():
-                return
+                return False
             late = [work for work in late if work.items]
             for work in late:
                 work.batch.skip = None if scaling.found_inf is None else overflow.to(work.batch.device) != 0
@@ -251,6 +281,7 @@ class Stepper:
             self._finish(work)
         for work in early + late:  # last: its warning may be an error
             self._count_nonfinite(rule.Sums.of(work.sums))
+        return True
 
     # ---- steps of the Triton engine ----------------------------------------------------------------------------------
 
@@ -283,41 +314,52 @@ class Stepper:
         """Run the launches; with `keep`, remember them for the next step."""
         replay.run(scaling)
         self.state.update({item.param: item.state for work in works for item in work.items})
-        replay.remember(self.optimizer.param_groups, self.custody, alone=share is None)
-        self.replays[share] = replay
+        self._keep(replay, share)
         if not (keep and replay.is_steady):
             self._end_replay(replay, share)
 
-    def _end_replay(self, replay: Replay, share: Share | None = None) -> None:
+    def _keep(self, replay: Replay | ShardedReplay, share: Share | None) -> None:
+        """Remember a step that has been taken."""
+        replay.remember(self.optimizer.param_groups, self.custody, alone=share is None)
+        self.replays[share] = replay
+
+    def _end_replay(self, replay: Replay | ShardedReplay, share: Share | None = None) -> None:
         """Take over what the launches know and the optimizer must not forget."""
         self.replays.pop(share, None)
         self.written.update(replay.written())
         for device, count in replay.nonfinite_counts():
             self.nonfinite[device] = self.nonfinite.get(device, 0) + count
 
-    def _flags(self, scaling: Scaling, allocation_only: bool) -> Tensor:
+    def _flags(self, domains: Sequence[Domain], scaling: Scaling, is_idle: bool) -> Tensor:
         """What the ranks tell each other: whether gradients overflowed, whether there is more to do than allocating."""
-        device = self.sharding.domains[0].device
-        flags = torch.tensor([0.0, float(not allocation_only)], dtype=torch.float64, device=device)
+        flags = torch.tensor([0.0, float(not is_idle)], dtype=torch.float64, device=domains[0].device)
         if scaling.overflow is not None:
             flags[0] = scaling.overflow.reshape(())
         return flags
 
     def _finish(self, work: Work) -> None:
-        """Count the step, keep the scales, note our own write."""
-        batch, scales = work.batch, work.new_kept
-        done = 1 if batch.skip is None else torch.logical_not(batch.skip).to(torch.int64)
-        for number, item in enumerate(work.items):
-            state = self.state[item.param] = item.state
-            state["step"] += done
+        """Count the step, keep the scales, note our own write; of a kept work, only what its tables do not do."""
+        batch = work.batch
+        if not work.is_kept:
+            self.state.update({item.param: item.state for item in work.items})
+            self._count(work)
             if batch.options.master_weights != "none":
-                self.written[item.param] = Written.of(item.param)
-            if batch.options.fused_single_pass:
-                for key, scale in zip(KEPT_SCALES, (scales.cautious[number], scales.bound[number]), strict=True):
-                    old = state.get(key)
-                    state[key] = (
-                        scale.clone() if batch.skip is None or old is None else torch.where(batch.skip, old, scale)
-                    )
+                self.written.update({item.param: Written.of(item.param) for item in work.items})
+        if batch.options.fused_single_pass:
+            work.keep_scales()
+
+    def _count(self, work: Work) -> None:
+        """Count a step. The Triton engine counts in its tables; the state has views of them."""
+        batch, engine = work.batch, work.engine
+        if not engine.numbers_on_device:
+            done = 1 if batch.skip is None else torch.logical_not(batch.skip).to(torch.int64)
+            for item in work.items:
+                item.state["step"] += done
+            return
+        states = {id(step): item.state for item, step in zip(work.items, batch.steps, strict=True)}
+        for launch, _ in engine.launches_of(batch):  # type: ignore[attr-defined]
+            for step, count in zip(launch.steps_of, launch.steps.unbind(), strict=True):
+                states[id(step)]["step"] = count
 
     # ---- for diagnostics -------------------------------------------------------------------------------------------
 

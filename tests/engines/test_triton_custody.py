@@ -8,7 +8,6 @@ take their place, which work on the same tables, since the interpreter is slow a
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import pickle
 from collections.abc import Callable, Iterator
@@ -17,60 +16,37 @@ from typing import Any
 import pytest
 import torch
 import triton_runs
+from stand_in import instead_of_kernels
 from support import assert_same_bits, normal, optimizer_for
 from torch import Tensor, nn
 from triton_runs import DEVICE, weights
 
-from luminav import replay as module
-from luminav.engines.triton import kernels, launch
-from luminav.replay import Replay
+from luminav import premises
+from luminav.engines.triton import launch
+from luminav.premises import Premises
 
 pytestmark = triton_runs.MARKS
 
 SHAPES = [(8, 8), (33,), (16, 1)]
 
 
-def _at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
-    memory = (ctypes.c_byte * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype)
-
-
-def _instead_of_kernels(self: launch.Launch, key: Any, kernel: Any, *args: Any, **options: Any) -> None:
-    """Some update of everything that an update reads and writes, at the addresses that the kernel would be given."""
-    if kernel is not kernels.update_kernel:
-        return
-    rows = zip(self.pointers.tolist(), self.grads.tolist(), self.numels.tolist())
-    for row, ((weight_at, exp_avg_at, exp_avg_sq_at, *_), grad_at, numel) in enumerate(rows):
-        if grad_at == 0:
-            continue
-        weight, grad = _at(weight_at, numel, self.kind.param), _at(grad_at, numel, self.kind.grad)
-        exp_avg, exp_avg_sq = (_at(address, numel, self.kind.moment) for address in (exp_avg_at, exp_avg_sq_at))
-        self.steps[row] += 1
-        exp_avg.mul_(0.5).add_(grad)
-        exp_avg_sq.mul_(0.5).add_(grad * grad)
-        weight.mul_(0.9).sub_((exp_avg / (exp_avg_sq + self.steps[row])).to(weight.dtype))
-        if self.one_pass:
-            weight.mul_(self.kept_scales[row].sum().to(weight.dtype))
-            self.kept_scales[row] *= 0.875
-
-
 @pytest.fixture(autouse=True)
 def _no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if triton_runs.INTERPRETED:
-        monkeypatch.setattr(launch.Launch, "_launch", _instead_of_kernels)
+        monkeypatch.setattr(launch.Launch, "_launch", instead_of_kernels)
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Premises]:
     """Grows with each look that kept launches take at the state."""
-    seen: list[Replay] = []
-    states = Replay._states
+    seen: list[Premises] = []
+    states = Premises._states
 
-    def counted(self: Replay, custody: Any) -> Any:
+    def counted(self: Premises, custody: Any) -> Any:
         seen.append(self)
         return states(self, custody)
 
-    monkeypatch.setattr(Replay, "_states", counted)
+    monkeypatch.setattr(Premises, "_states", counted)
     return seen
 
 
@@ -84,7 +60,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 def form_test(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's test of many tensors in one call, and as if torch had none."""
     if request.param == "plain":
-        monkeypatch.setattr(module, "likeness", lambda tensors: module.never_alike)
+        monkeypatch.setattr(premises, "likeness", lambda tensors: premises.never_alike)
 
 
 class Pair:
@@ -135,12 +111,12 @@ class Pair:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_single_pass": True}, {"master_weights": "semi"}], ids=str)
-def test_state_that_nobody_has_seen_is_not_looked_at(options: dict[str, Any], looks: list[Replay]) -> None:
+def test_state_that_nobody_has_seen_is_not_looked_at(options: dict[str, Any], looks: list[Premises]) -> None:
     pair = Pair(3, **options)  # the first step of one-pass mode is an exact one
     kept = pair.replay
     looks.clear()
     pair.steps(2)
-    assert pair.replay is kept and kept not in looks
+    assert pair.replay is kept and kept.premises not in looks
     pair.assert_equal()
 
 
@@ -156,14 +132,14 @@ MODES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_a_look_from_outside_costs_two_steps_that_look(mode: dict[str, Any], idle: None, looks: list[Replay]) -> None:
+def test_a_look_from_outside_costs_two_steps_that_look(mode: dict[str, Any], idle: None, looks: list[Premises]) -> None:
     pair = Pair(3, [(64, 64), (33,), (4,)], **mode)
     kept = pair.replay
     for reading in (lambda: pair.kept.state[pair.params[0]]["exp_avg"].any(), lambda: copy.deepcopy(pair.kept)):
         reading()
         looks.clear()
         pair.steps(4)
-        assert pair.replay is kept and looks.count(kept) == 2
+        assert pair.replay is kept and looks.count(kept.premises) == 2
     pair.assert_equal()
 
 
@@ -183,24 +159,24 @@ HOLDS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("hold", HOLDS)
-def test_as_long_as_anything_is_held_every_step_looks(hold: str, looks: list[Replay]) -> None:
+def test_as_long_as_anything_is_held_every_step_looks(hold: str, looks: list[Premises]) -> None:
     pair = Pair()
     kept = pair.replay
     held = HOLDS[hold](pair.kept, pair.params[1])
     looks.clear()
     pair.steps(4)
-    assert pair.replay is kept and looks.count(kept) == 4
+    assert pair.replay is kept and looks.count(kept.premises) == 4
     del held
     gc.collect()
     assert pair.kept.state
     looks.clear()
     pair.steps(4)
-    assert looks.count(kept) == 2
+    assert looks.count(kept.premises) == 2
     pair.assert_equal()
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["let_go", "held"])
-def test_state_held_from_before_the_first_kept_step(held: bool, looks: list[Replay]) -> None:
+def test_state_held_from_before_the_first_kept_step(held: bool, looks: list[Premises]) -> None:
     pair = Pair(steps=0)
     states = [optimizer.state for optimizer, _ in pair.sides()]
     if not held:
@@ -208,7 +184,7 @@ def test_state_held_from_before_the_first_kept_step(held: bool, looks: list[Repl
     pair.steps(3)
     looks.clear()
     pair.steps(2)
-    assert looks.count(pair.replay) == (2 if held else 0)
+    assert looks.count(pair.replay.premises) == (2 if held else 0)
     if held:
         for state, (_, params) in zip(states, pair.sides()):
             state[params[0]]["exp_avg"] = state[params[0]]["exp_avg"] * -2
@@ -304,7 +280,7 @@ def test_the_same_tensors_under_other_names_are_seen(change: str) -> None:
     pair.assert_equal()
 
 
-def test_what_others_keep_beside_the_state_of_parameters_is_left_alone(looks: list[Replay]) -> None:
+def test_what_others_keep_beside_the_state_of_parameters_is_left_alone(looks: list[Premises]) -> None:
     pair = Pair(steps=0)
     pair.kept.state["theirs"], pair.anew.state["theirs"] = [1], 2
     pair.steps(2)
@@ -320,7 +296,7 @@ def test_what_others_keep_beside_the_state_of_parameters_is_left_alone(looks: li
 # ---- files, copies and pickles ---------------------------------------------------------------------------------------
 
 
-def test_a_state_dict_can_be_edited_without_a_look(looks: list[Replay]) -> None:
+def test_a_state_dict_can_be_edited_without_a_look(looks: list[Premises]) -> None:
     """Its dicts are copies, its tensors share the memory: what reaches the optimizer lies where it lay."""
     pair = Pair()
     kept = pair.replay
@@ -335,7 +311,7 @@ def test_a_state_dict_can_be_edited_without_a_look(looks: list[Replay]) -> None:
         second["exp_avg_sq"].set_(torch.zeros_like(second["exp_avg_sq"]))
         saved["state"].clear()
     pair.steps(3)
-    assert pair.replay is kept and kept not in looks
+    assert pair.replay is kept and kept.premises not in looks
     pair.assert_equal()
     assert all(pair.kept.state[param]["exp_avg_sq"].any() for param in pair.params)
 
@@ -359,7 +335,7 @@ def test_hooks_of_state_dict_have_the_state_in_hand(register: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_single_pass": True}], ids=str)
-def test_a_loaded_state_is_new_to_everybody(options: dict[str, Any], looks: list[Replay]) -> None:
+def test_a_loaded_state_is_new_to_everybody(options: dict[str, Any], looks: list[Premises]) -> None:
     pair = Pair(**options)
     old = [optimizer.state for optimizer, _ in pair.sides()]
     files = [copy.deepcopy(optimizer.state_dict()) for optimizer, _ in pair.sides()]
@@ -371,7 +347,7 @@ def test_a_loaded_state_is_new_to_everybody(options: dict[str, Any], looks: list
     pair.steps(2)
     looks.clear()
     pair.steps(2)
-    assert pair.replay not in looks
+    assert pair.replay.premises not in looks
     for (optimizer, params), file in zip(pair.sides(), files):
         file["state"][0].clear()
         _replaced(optimizer.state[params[1]])
@@ -380,7 +356,7 @@ def test_a_loaded_state_is_new_to_everybody(options: dict[str, Any], looks: list
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["copied", "pickled"])
-def test_copies_and_originals_go_on_alike(pickled: bool, looks: list[Replay]) -> None:
+def test_copies_and_originals_go_on_alike(pickled: bool, looks: list[Premises]) -> None:
     pair = Pair()
     copied = pickle.loads(pickle.dumps(pair.kept)) if pickled else copy.deepcopy(pair.kept)
     params = [param for group in copied.param_groups for param in group["params"]]
@@ -391,7 +367,7 @@ def test_copies_and_originals_go_on_alike(pickled: bool, looks: list[Replay]) ->
         copied.step()
         if step == 2:
             looks.clear()
-    assert copied._stepper.replays[None] not in looks and pair.replay not in looks
+    assert copied._stepper.replays[None].premises not in looks and pair.replay.premises not in looks
     pair.assert_equal()
     for param, twin in zip(params, pair.twins):
         assert_same_bits(param, twin)
@@ -501,7 +477,7 @@ def test_gradients_that_cannot_be_taken_are_refused(form_test: None) -> None:
     pair.assert_equal()
 
 
-def test_missing_gradients_come_and_go_unlooked_at(looks: list[Replay]) -> None:
+def test_missing_gradients_come_and_go_unlooked_at(looks: list[Premises]) -> None:
     pair = Pair()
     kept = pair.replay
     looks.clear()
@@ -510,5 +486,5 @@ def test_missing_gradients_come_and_go_unlooked_at(looks: list[Replay]) -> None:
         if missing is not None:
             pair.params[missing].grad = pair.twins[missing].grad = None
         pair.step()
-    assert pair.replay is kept and kept not in looks
+    assert pair.replay is kept and kept.premises not in looks
     pair.assert_equal()

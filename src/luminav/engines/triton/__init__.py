@@ -82,7 +82,7 @@ class TritonEngine:
         tables = []
         for batch in batches:
             table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
-            for launch, rows in self._of(batch):
+            for launch, rows in self.launches_of(batch):
                 launch.begin(None)
                 launch.measure_lookahead()
                 table[rows] = launch.lookahead_sums
@@ -93,7 +93,7 @@ class TritonEngine:
         tables = []
         for batch in batches:
             table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
-            for launch, rows in self._of(batch):
+            for launch, rows in self.launches_of(batch):
                 launch.begin(None)
                 launch.set_denominators(batch.rms_denominator, rows)
                 launch.measure()
@@ -106,7 +106,7 @@ class TritonEngine:
         tables = []
         for batch, scale in zip(batches, scales, strict=True):
             table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
-            for launch, rows in self._of(batch):
+            for launch, rows in self.launches_of(batch):
                 launch.begin(batch.skip)
                 launch.set_denominators(batch.rms_denominator, rows)
                 launch.set_scales(scale, rows)
@@ -114,11 +114,19 @@ class TritonEngine:
                 if gather:
                     launch.scale(reduce=True)
                     table[rows] = launch.sums
+            torch.autograd.graph.increment_version([step.param for step in batch.steps])
             tables.append(table)
         return tables if gather else []
 
-    def _of(self, batch: Batch) -> list[tuple[Launch, Tensor]]:
-        """A batch's launches, each with the rows of its tensors in the batch; made once for all verbs of a step."""
+    def steps_taken(self, batch: Batch) -> Tensor:
+        """Step counts of a batch's tensors, int64."""
+        counts = torch.empty(len(batch.steps), dtype=torch.int64, device=batch.device)
+        for launch, rows in self.launches_of(batch):
+            counts[rows] = launch.steps
+        return counts
+
+    def launches_of(self, batch: Batch) -> list[tuple[Launch, Tensor]]:
+        """A batch's launches, each with the rows of its tensors in the batch; made once for as long as it has these."""
         if batch.kept is None or batch.kept[0] != batch.steps:
             rows = {id(step): row for row, step in enumerate(batch.steps)}
             launches = [

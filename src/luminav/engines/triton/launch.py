@@ -127,6 +127,8 @@ class Launch:
         self.math = math
         self._fill_static_tables(members)
         self._make_working_tables()
+        self.known_addresses: list[int] | None = None
+        """Of the gradients, where these are not at hand in `steps_of`."""
         self._uploaded: tuple[list[int], list[bytes]] | None = None
         self._addresses: list[int] | None = None
         self._rows: dict[int, tuple[Options, bytes]] = {}
@@ -194,6 +196,8 @@ class Launch:
 
     def grad_addresses(self) -> list[int]:
         """The gradients' addresses, 0 for none."""
+        if self.known_addresses is not None:
+            return self.known_addresses
         return [0 if step.grad is None else step.grad.data_ptr() or NOT_NULL for step in self.steps_of]
 
     def refresh(self, addresses: list[int]) -> None:

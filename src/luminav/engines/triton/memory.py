@@ -22,10 +22,10 @@ def place(pid, t, first_programs, numels, SPAN: tl.constexpr, ALIGNED: tl.conste
     """Which of its tensor's programs this is, its first element, and how many are left from there on."""
     chunk = (pid - tl.load(first_programs + t)).to(tl.int64)
     start = chunk * SPAN
-    numel = tl.load(numels + t)
+    left = tl.minimum(tl.load(numels + t) - start, SPAN).to(tl.int32)
     if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    return chunk, start, numel - start
+        left = tl.multiple_of(left, 16)
+    return chunk, start, left
 
 
 @triton.jit

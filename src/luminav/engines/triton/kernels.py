@@ -111,7 +111,7 @@ def gated_direction(
         return m, v, 1.0, u
 
 
-BAD = tl.constexpr(1024)  # more than a program's iterations
+BAD = tl.constexpr(1024)  # more than the elements that a thread adds up in one number
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def lookahead_kernel(
     grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
     exp_avg, _, exp_avg_scale, _ = state_pointers(pointers, t, start, MOMENT, SHARED, ALIGNED)
     IN_BLOCKS: tl.constexpr = tl.uint8 == MOMENT
-    squares = zeros(BLOCK, tl.float64, IN_BLOCKS)
+    squares = zeros(BLOCK, tl.float64, IN_BLOCKS, 1)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
@@ -168,9 +168,10 @@ def measure_kernel(
     IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    TOGETHER: tl.constexpr = 8 if ALIGNED else 1
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         mask = tile(i * BLOCK, BLOCK, IN_BLOCKS) < left
         raw, p, remainder, m, v, m_scale, v_scale = load_tile(
@@ -185,18 +186,33 @@ def measure_kernel(
             g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
-        counts = counted(counts, keep, mask, raw, CAUTIOUS)
-        direction_sq = tl.fma(kept, kept, direction_sq)
-        param_sq = tl.fma(p, p, param_sq)
+        counts = add_up(counts, counted(keep, mask, raw, CAUTIOUS), False)
+        direction_sq = add_up(direction_sq, kept, True)
+        param_sq = add_up(param_sq, p, True)
     store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
 
 
 @triton.jit
-def counted(counts, keep, mask, raw, CAUTIOUS: tl.constexpr):
-    """Counts with 1 more for a kept element, and BAD more for one whose gradient is not finite: exact in FP32."""
+def counted(keep, mask, raw, CAUTIOUS: tl.constexpr):
+    """1 for a kept element, and BAD more for one whose gradient is not finite: sums of them are exact in FP32."""
     if not CAUTIOUS:
         keep = tl.where(mask, 1.0, 0.0)
-    return (counts + keep) + tl.where(rule.is_finite(raw), 0.0, BAD * 1.0)
+    return keep + tl.where(rule.is_finite(raw), 0.0, BAD * 1.0)
+
+
+@triton.jit
+def add_up(sums, x, SQUARES: tl.constexpr):
+    """Sums of x, or of its squares, over neighbours: the last dimension is halved until it is as long as that of sums.
+
+    Neighbours lie in one thread, where one register for all of them leaves room for more warps than one for each.
+    """
+    if x.numel != sums.numel:
+        even, odd = tl.split(tl.reshape(x, x.shape[:-1] + [x.shape[-1] // 2, 2]))
+        return add_up(add_up(sums, even, SQUARES), odd, SQUARES)
+    elif SQUARES:
+        return tl.fma(x, x, sums)
+    else:
+        return sums + x
 
 
 @triton.jit
@@ -241,9 +257,10 @@ def update_kernel(
     left_of_weights = tl.where(tl.load(n + LR) == 0.0, 0, left)  # η = 0 leaves every weight as it is, −0 too
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    TOGETHER: tl.constexpr = 8 if ALIGNED else 1
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
         offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
@@ -262,9 +279,9 @@ def update_kernel(
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
         if GATHER:
-            counts = counted(counts, keep, mask, raw, CAUTIOUS)
-            direction_sq = tl.fma(kept, kept, direction_sq)
-            param_sq = tl.fma(p, p, param_sq)
+            counts = add_up(counts, counted(keep, mask, raw, CAUTIOUS), False)
+            direction_sq = add_up(direction_sq, kept, True)
+            param_sq = add_up(param_sq, p, True)
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))

@@ -57,12 +57,12 @@ def tile(first, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """Zeros shaped like :func:`tile`."""
+def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Zeros shaped like :func:`tile`, one for so many neighbours."""
     if IN_BLOCKS:
-        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK], TYPE)
+        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK // TOGETHER], TYPE)
     else:
-        return tl.zeros([BLOCK], TYPE)
+        return tl.zeros([BLOCK // TOGETHER], TYPE)
 
 
 @triton.jit

@@ -34,9 +34,9 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def is_finite(x):
-    """Whether |x| is a number below infinity; False for NaN."""
-    return tl.abs(x) <= FP32_MAX
+def is_special(x):
+    """Whether x is ±inf or NaN."""
+    return (tl.abs(x) <= FP32_MAX) == 0
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def clean_grad(grad, grad_scale, SCALED: tl.constexpr):
     """The gradient as the rule sees it: 0 for non-finite elements; unscaled and signed where SCALED."""
     if SCALED:
         grad *= grad_scale
-    return tl.where(is_finite(grad), grad, 0.0)
+    return tl.where(is_special(grad), 0.0, grad)
 
 
 @triton.jit
@@ -106,9 +106,11 @@ def tanh(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, MATH: tl.constexpr):
-    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁."""
-    sigma = tl.maximum(tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor), SMALLEST_DENOMINATOR)
+def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, FLOORED: tl.constexpr, MATH: tl.constexpr):
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁; FLOORED unless ε·τ·b₁ is never below 1e-12."""
+    sigma = tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor)
+    if FLOORED:
+        sigma = tl.maximum(sigma, SMALLEST_DENOMINATOR)
     return tanh(divide(lookahead, sigma, MATH), MATH)
 
 

@@ -125,18 +125,18 @@ def single_direction(lookahead, rms_denominator, alpha_ss, MATH: tl.constexpr):
 def cautious_mask(lookahead, grad, MATH: tl.constexpr):
     """1 where m̃ and g have the same non-zero sign, else 0.
 
-    NVIDIA GPUs multiply twice as fast as they compare: a product that cannot underflow, held between 0 and 1. It is NaN
-    where one factor is infinite and the other 0, and NaN is held at 0.
+    NVIDIA GPUs multiply twice as fast as they compare: a product with infinity, held between 0 and 1. It is ±inf where
+    both factors are non-zero, else NaN, and NaN is held at 0.
     """
     if MATH == PORTABLE:
         sign = grad.to(tl.int32, bitcast=True) & -0x80000000
         signed = (lookahead.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         return tl.where((grad != 0.0) & (signed > 0.0), 1.0, 0.0)
     else:
-        product = (lookahead * 2.0**100) * (grad * 2.0**100)
         return tl.inline_asm_elementwise(
-            "mul.sat.f32 $0, $1, 0f7F000000;", "=f,f", [product], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "{ .reg .f32 endless; mul.f32 endless, $1, 0f7F800000; mul.sat.f32 $0, endless, $2; }",
+            "=f,f,f", [lookahead, grad], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 # ---- scales: a few numbers per tensor, in FP64 -----------------------------------------------------------------------

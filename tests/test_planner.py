@@ -377,7 +377,7 @@ def test_triton_tables_are_no_larger(buffer: int) -> None:
         for p in map(nn.Parameter.detach, params)
     ]
     batch = Batch(options, None, steps)
-    launch = Launch(Kind.of(steps[1], options), [(batch, one) for one in steps], 0)
+    launch = Launch(Kind.of(steps[1], options), [(batch, one) for one in steps], 0, False)
     tables = storage_bytes(value for value in vars(launch).values() if isinstance(value, Tensor))
     assert 0 < tables <= luminav.plan(params).rows[0].scratch
 

@@ -224,6 +224,17 @@ def test_shapes(mode: str, dtype: torch.dtype, master: str) -> None:
     assert steps == [2] * len(shapes)
 
 
+@pytest.mark.parametrize("eps", [1e-8, 1e-14])
+def test_the_smallest_denominator_holds_where_eps_is_smaller(eps: float) -> None:
+    """A kernel that cannot fall below it does not ask; gradients are so small that it decides the direction."""
+    makers = weights([(64,)], torch.float32)
+    race = Race(makers, eps=eps)
+    for step in range(2):
+        race.step(grad_row(makers, step, 1e-14))
+    launches = race.replay._launches
+    assert [kept.kind.floored for kept in launches] == [eps == 1e-14]
+
+
 @by_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_keep_their_memory(layout: str, dtype: torch.dtype) -> None:

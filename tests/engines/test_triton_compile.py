@@ -43,9 +43,9 @@ def compile_for(backend: str, arch: str, cache: Path, *options: str) -> list[dic
 
 @pytest.mark.parametrize(("backend", "arch"), TARGETS, ids=lambda value: value)
 def test_kernels_compile_and_do_not_spill(backend: str, arch: str, tmp_path: Path) -> None:
-    """But for a few bytes, where a warp fewer would cost more. What sm_75 spills, with half the threads, is reported.
+    """But for a few bytes, where a warp fewer would cost more.
 
-    A one-pass step with 8-bit state spills 56 bytes at 96 registers and none at 128, which leave room for fewer warps.
+    What sm_75 spills, with half the threads, is reported.
     """
     results = compile_for(backend, arch, tmp_path)
     assert {result["kernel"] for result in results} == KERNELS

@@ -69,14 +69,16 @@ class Recorder(launch.Launch):
         self.calls.append((kernel, args, {"enable_fp_fusion": False, **options}))
 
 
-def math_of(backend: str, dtype: torch.dtype, master: bool) -> int:
+def arithmetic(backend: str, arch: str, dtype: torch.dtype, master: bool) -> tuple[int, bool]:
     """As `arithmetic` chooses on the device."""
     if backend != "cuda":
-        return rule.PORTABLE.value
-    return rule.NVIDIA_COARSE.value if dtype == BF16 and not master else rule.NVIDIA.value
+        return rule.PORTABLE.value, False
+    return rule.NVIDIA_COARSE.value if dtype == BF16 and not master else rule.NVIDIA.value, int(arch) >= 90
 
 
-def calls_of(plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], backend: str) -> list[Call]:
+def calls_of(
+    plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], backend: str, arch: str = "90"
+) -> list[Call]:
     """The launches of a plan's step."""
     _, dtype, one_pass, given, numel, scaled = plan
     options = Options.from_group({**given, "fused_single_pass": one_pass})
@@ -105,7 +107,7 @@ def calls_of(plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], bac
     )
     kind = launch.Kind.of(step, options)
     assert kind.aligned == (numel % 64 == 0)
-    recorder = Recorder(kind, [(Batch(options, None, [step]), step)], math_of(backend, dtype, master))
+    recorder = Recorder(kind, [(Batch(options, None, [step]), step)], *arithmetic(backend, arch, dtype, master))
     recorder.device = torch.device("cuda" if backend == "cuda" else "cpu")  # decides about NVIDIA's launch options
     recorder.calls = []
     flags = {"grad_scale": torch.ones(()), "found_inf": torch.zeros(())} if scaled else {}
@@ -186,7 +188,7 @@ def reports(backend: str, arch: str, *, every_plan: bool, with_code: bool) -> It
     target = GPUTarget(backend, arch if backend == "hip" else int(arch), threads)
     seen: set[Any] = set()
     for plan in itertools.islice(PLANS, None if every_plan else FOR_EVERY_TARGET):
-        for call in calls_of(plan, backend):
+        for call in calls_of(plan, backend, arch):
             kernel, args, options = call
             name = kernel.fn.__name__
             key = (name, *map(str, sorted(options.items())), *(type_of(arg) for arg in args))

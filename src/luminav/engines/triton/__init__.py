@@ -48,12 +48,13 @@ def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) 
     )
 
 
-def arithmetic(kind: Kind, device: torch.device) -> int:
-    """How elementary functions are computed for tensors of a kind on a device."""
+def arithmetic(kind: Kind, device: torch.device) -> tuple[int, bool]:
+    """For tensors of a kind: how a device computes elementary functions, and whether it compares BF16 in pairs."""
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
-        return rule.PORTABLE.value
-    coarse = kind.param == torch.bfloat16 and not kind.master and torch.cuda.get_device_capability(device) >= (7, 5)
-    return rule.NVIDIA_COARSE.value if coarse else rule.NVIDIA.value
+        return rule.PORTABLE.value, False
+    capability = torch.cuda.get_device_capability(device)
+    coarse = kind.param == torch.bfloat16 and not kind.master and capability >= (7, 5)
+    return rule.NVIDIA_COARSE.value if coarse else rule.NVIDIA.value, capability >= (9, 0)
 
 
 class TritonEngine:
@@ -73,7 +74,7 @@ class TritonEngine:
         for batch in batches:
             for step in batch.steps:
                 members.setdefault((Kind.of(step, batch.options), batch.device), []).append((batch, step))
-        return [Launch(kind, own, arithmetic(kind, device)) for (kind, device), own in members.items()]
+        return [Launch(kind, own, *arithmetic(kind, device)) for (kind, device), own in members.items()]
 
     def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
         """Nothing: unsharded steps compile their launches first (``Replay.compile``), sharded ones while measuring."""

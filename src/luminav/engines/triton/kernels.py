@@ -13,6 +13,8 @@ import triton.language as tl
 
 from luminav.engines.triton import rounding, rule
 from luminav.engines.triton.memory import (
+    clean_grad,
+    finite_weight,
     largest,
     load_moment,
     load_stored,
@@ -20,7 +22,6 @@ from luminav.engines.triton.memory import (
     master_pointer,
     noise_words,
     place,
-    saturate,
     state_pointers,
     store_master,
     store_moment,
@@ -28,7 +29,6 @@ from luminav.engines.triton.memory import (
     tensor_pointer,
     tile,
     total,
-    widen,
     widen_moment,
     widen_weight,
     zeros,
@@ -92,7 +92,8 @@ def widen_moments(
 @triton.jit
 def gated_direction(
     g, m, v, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
-    DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr,
+    DUAL: tl.constexpr, FLOORED: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr,
+    MATH: tl.constexpr,
 ):  # fmt: skip
     """New moments, gate and gated direction of a block."""
     grad_share = g * one_minus_beta1
@@ -101,7 +102,7 @@ def gated_direction(
     if DUAL:
         v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
         spread = v[:, None] if SHARED else v
-        u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, MATH)
+        u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, FLOORED, MATH)
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)
     if CAUTIOUS:
@@ -111,7 +112,7 @@ def gated_direction(
         return m, v, 1.0, u
 
 
-BAD = tl.constexpr(1024)  # more than a program's iterations
+BAD = tl.constexpr(1024)  # more than the elements that a thread adds up in one number
 
 # ---- measure ---------------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ BAD = tl.constexpr(1024)  # more than a program's iterations
 def lookahead_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
     GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -129,18 +130,17 @@ def lookahead_kernel(
         return
     _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
     n = numbers + t * NUMBERS_WIDTH
-    grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg, _, exp_avg_scale, _ = state_pointers(pointers, t, start, MOMENT, SHARED, ALIGNED)
+    grad = tensor_pointer(grads, t, start, GRAD, ALIGNED, MATH)
+    exp_avg, _, exp_avg_scale, _ = state_pointers(pointers, t, start, MOMENT, SHARED, ALIGNED, MATH)
     IN_BLOCKS: tl.constexpr = tl.uint8 == MOMENT
-    squares = zeros(BLOCK, tl.float64, IN_BLOCKS)
+    squares = zeros(BLOCK, tl.float64, IN_BLOCKS, 1)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
-        mask = offsets < left
-        g = widen(load_stored(grad, offsets, mask, GRAD), GRAD, MATH)
+        offsets, mask = tile(i * BLOCK, left, BLOCK, IN_BLOCKS)
+        g, _special = clean_grad(load_stored(grad, offsets, mask, GRAD), grad_scale, GRAD, SCALED, MATH, PAIRS)
         m, scale = load_moment(exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, False, BLOCK)
         m, m_decay = widen_moment(m, scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
-        share = rule.clean_grad(g, grad_scale, SCALED) * w1
+        share = g * w1
         ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
         squares += ahead * ahead
     tl.store(partials + pid.to(tl.int64), total(squares, IN_BLOCKS))
@@ -150,8 +150,9 @@ def lookahead_kernel(
 def measure_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
     PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
-    DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
+    DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr,
+    MATH: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -161,53 +162,96 @@ def measure_kernel(
     _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
-    param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
-    master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
-    grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state_pointers(pointers, t, start, MOMENT, SHARED, ALIGNED)
+    param = tensor_pointer(pointers, row + PARAM, start, PARAM_TYPE, ALIGNED, MATH)
+    master = master_pointer(pointers, row + MASTER, start, MASTER_FORM, ALIGNED, MATH)
+    grad = tensor_pointer(grads, t, start, GRAD, ALIGNED, MATH)
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state_pointers(
+        pointers, t, start, MOMENT, SHARED, ALIGNED, MATH
+    )
     IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    TOGETHER: tl.constexpr = (128 // PARAM_TYPE.primitive_bitwidth) if ALIGNED else 1  # what a thread loads at once
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        mask = tile(i * BLOCK, BLOCK, IN_BLOCKS) < left
-        raw, p, remainder, m, v, m_scale, v_scale = load_tile(
+        _offsets, mask = tile(i * BLOCK, left, BLOCK, IN_BLOCKS)
+        g, stored, remainder, m, v, m_scale, v_scale = load_tile(
             grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
-        raw = widen(raw, GRAD, MATH)
-        p = widen_weight(p, remainder, PARAM_TYPE, MASTER_FORM, MATH)
+        g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
+        before = widen_weight(stored, remainder, PARAM_TYPE, MASTER_FORM, MATH)
+        p, _special = finite_weight(stored, before, PARAM_TYPE, MASTER_FORM, MATH, PAIRS)
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
-        g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
-        )
-        p = tl.where(rule.is_finite(p), p, 0.0)
-        counts = counted(counts, keep, mask, raw, CAUTIOUS)
-        direction_sq = tl.fma(kept, kept, direction_sq)
-        param_sq = tl.fma(p, p, param_sq)
-    store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
+            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            DUAL, FLOORED, CAUTIOUS, MOMENT, SHARED, MATH,
+        )  # fmt: skip
+        counts, pairs = count(counts, pairs, keep, mask, special_grad, CAUTIOUS)
+        direction_sq = add_up(direction_sq, kept, True)
+        param_sq = add_up(param_sq, p, True)
+    store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS)
 
 
 @triton.jit
-def counted(counts, keep, mask, raw, CAUTIOUS: tl.constexpr):
-    """Counts with 1 more for a kept element, and BAD more for one whose gradient is not finite: exact in FP32."""
+def count(counts, pairs, keep, mask, special, CAUTIOUS: tl.constexpr):
+    """Count kept elements, and those whose gradient is not finite, as :func:`store_partials` reads them.
+
+    1 for a kept element and BAD more for a special one, whose sums are exact in FP32; or, of masks that come in pairs,
+    the sums of pairs, without a look at either of the two.
+    """
     if not CAUTIOUS:
         keep = tl.where(mask, 1.0, 0.0)
-    return (counts + keep) + tl.where(rule.is_finite(raw), 0.0, BAD * 1.0)
+    if special.dtype == tl.uint16:
+        even, odd = neighbours(special)
+        both = even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
+        return add_up(counts, keep, False), add_up(pairs, both.to(tl.int32, bitcast=True), False)
+    else:
+        return add_up(counts, keep + tl.where(special, BAD * 1.0, 0.0), False), pairs
 
 
 @triton.jit
-def store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS: tl.constexpr):
-    """A program's row of sums: Σkeep and the non-finite count, out of the same numbers, Σ(keep·u)², Σp²."""
+def add_up(sums, x, SQUARES: tl.constexpr):
+    """Sums of x, or of its squares, over neighbours: the last dimension is halved until it is as long as that of sums.
+
+    Neighbours lie in one thread, where one register for all of them leaves room for more warps than one for each.
+    """
+    if x.numel != sums.numel:
+        even, odd = neighbours(x)
+        return add_up(add_up(sums, even, SQUARES), odd, SQUARES)
+    elif SQUARES:
+        return tl.fma(x, x, sums)
+    else:
+        return sums + x
+
+
+@triton.jit
+def neighbours(x):
+    """Every other element along the last dimension, and those between."""
+    if len(x.shape) == 2:
+        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    else:
+        return tl.split(tl.reshape(x, [x.shape[0] // 2, 2]))
+
+
+@triton.jit
+def store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS: tl.constexpr):
+    """A program's row of sums: Σkeep, Σ(keep·u)², Σp², and the non-finite count.
+
+    As numbers, the masks of a pair are 65535 for the lower one and −65536 for the upper one.
+    """
     both = counts.to(tl.int32)
+    lower = -pairs & 0xFFFF
+    upper = (-pairs >> 16) + lower
+    bad = both // BAD + lower + upper
     out = partials + pid.to(tl.int64) * NUM_PARTIALS
     tl.store(out, total(both & (BAD - 1), IN_BLOCKS).to(tl.float32))
     tl.store(out + 1, total(direction_sq, IN_BLOCKS))
     tl.store(out + 2, total(param_sq, IN_BLOCKS))
-    tl.store(out + 3, total(both // BAD, IN_BLOCKS).to(tl.float32))
+    tl.store(out + 3, total(bad, IN_BLOCKS).to(tl.float32))
 
 
 # ---- update ----------------------------------------------------------------------------------------------------------
@@ -217,9 +261,10 @@ def store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS: tl.
 def update_kernel(
     pointers, grads, numels, first_programs, program_tensor, numbers, keys, steps, partials, first_indices,
     PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, MASTER_FORM: tl.constexpr,
-    DUAL: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, COORDINATE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, OFFSET: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
+    DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr,
+    COORDINATE: tl.constexpr, STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr,
+    MATH: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Store new weights and moments; with GATHER also leave each program's share of the sums."""
     pid = tl.program_id(0)
@@ -231,61 +276,63 @@ def update_kernel(
     chunk, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
-    param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
-    master = master_pointer(pointers, row + MASTER, MASTER_FORM, ALIGNED) + start
-    grad = tensor_pointer(grads, t, GRAD, ALIGNED) + start
-    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state_pointers(pointers, t, start, MOMENT, SHARED, ALIGNED)
+    param = tensor_pointer(pointers, row + PARAM, start, PARAM_TYPE, ALIGNED, MATH)
+    master = master_pointer(pointers, row + MASTER, start, MASTER_FORM, ALIGNED, MATH)
+    grad = tensor_pointer(grads, t, start, GRAD, ALIGNED, MATH)
+    exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = state_pointers(
+        pointers, t, start, MOMENT, SHARED, ALIGNED, MATH
+    )
     IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     first, second, low = noise_words(keys + t * KEY_WIDTH, first_indices + t, start, OFFSET)
     step_size, bound_ratio, decay = tl.load(n + STEP_SIZE), tl.load(n + BOUND_RATIO), tl.load(n + DECAY)
     left_of_weights = tl.where(tl.load(n + LR) == 0.0, 0, left)  # η = 0 leaves every weight as it is, −0 too
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    TOGETHER: tl.constexpr = (128 // PARAM_TYPE.primitive_bitwidth) if ALIGNED else 1  # what a thread loads at once
+    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
+    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
-        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
-        mask = offsets < left
-        raw, p, remainder, m, v, m_scale, v_scale = load_tile(
+        offsets, mask = tile(start_of_tile, left, BLOCK, IN_BLOCKS)
+        g, stored, remainder, m, v, m_scale, v_scale = load_tile(
             grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
-        raw = widen(raw, GRAD, MATH)
-        before = widen_weight(p, remainder, PARAM_TYPE, MASTER_FORM, MATH)
+        g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
+        before = widen_weight(stored, remainder, PARAM_TYPE, MASTER_FORM, MATH)
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
-        g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
-        )
-        finite = rule.is_finite(before)
-        p = tl.where(finite, before, 0.0)
+            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            DUAL, FLOORED, CAUTIOUS, MOMENT, SHARED, MATH,
+        )  # fmt: skip
+        p, special = finite_weight(stored, before, PARAM_TYPE, MASTER_FORM, MATH, PAIRS)
         if GATHER:
-            counts = counted(counts, keep, mask, raw, CAUTIOUS)
-            direction_sq = tl.fma(kept, kept, direction_sq)
-            param_sq = tl.fma(p, p, param_sq)
+            counts, pairs = count(counts, pairs, keep, mask, special_grad, CAUTIOUS)
+            direction_sq = add_up(direction_sq, kept, True)
+            param_sq = add_up(param_sq, p, True)
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))
-        write = offsets < left_of_weights
+        _, write = tile(start_of_tile, left_of_weights, BLOCK, IN_BLOCKS)
         if MASTER_FORM != NO_MASTER:
-            store_master(master, param, offsets, write, moved, before, finite, PARAM_TYPE, MASTER_FORM)
+            store_master(master, param, offsets, write, moved, before, special, PARAM_TYPE, MASTER_FORM)
         else:
             noise = rounding.stream(x, rounding.WEIGHT_STREAM, 16)
-            store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
+            store_weight(param, offsets, write, moved, stored, special, noise, PARAM_TYPE, STOCHASTIC, PAIRS)
         noise = rounding.moment_stream(x, SIGNED=True, MOMENT=MOMENT)
         store_moment(
-            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
-            SIGNED=True, SHARED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
+            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, m, noise, MOMENT,
+            SIGNED=True, SHARED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
         )  # fmt: skip
         if DUAL:
             noise = rounding.moment_stream(x, SIGNED=False, MOMENT=MOMENT)
             store_moment(
                 exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
-                SIGNED=False, SHARED=SHARED, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
+                SIGNED=False, SHARED=SHARED, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
             )  # fmt: skip
     if GATHER:
-        store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)
+        store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS)
     if chunk == 0:
         tl.store(steps + t, tl.load(steps + t) + 1)

@@ -21,7 +21,7 @@ from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, Scales, TensorStep
 from luminav.engines.triton import kernels, scalars
 from luminav.engines.triton import tables as columns
 from luminav.hyperparameters import Options
-from luminav.rule import NUM_SUMS
+from luminav.rule import NUM_SUMS, SMALLEST_DENOMINATOR, step_numbers
 
 ROWS = 2048  # partials added at a time by the scales kernel
 
@@ -72,6 +72,8 @@ class Kind:
     master: int
     """How the weight is kept: NO_MASTER, WHOLE_MASTER or SPLIT_MASTER of ``tables.py``."""
     dual: bool
+    floored: bool
+    """Whether σ may be below the smallest denominator; False without a variance."""
     shared: bool
     """Whether exp_avg_sq has one element per block."""
     cautious: bool
@@ -96,6 +98,7 @@ class Kind:
             moment=step.exp_avg.dtype,
             master=_master_form(step),
             dual=step.exp_avg_sq is not None,
+            floored=step.exp_avg_sq is not None and _smallest_sigma(options, step.param.dtype) < SMALLEST_DENOMINATOR,
             shared=step.block_variance,
             cautious=options.cautious,
             coordinate=options.bound and options.bound_type == "coordinate",
@@ -111,9 +114,10 @@ class Launch:
         kind: What they have in common.
         members: (batch, step) of each tensor.
         math: How elementary functions are computed: PORTABLE, NVIDIA or NVIDIA_COARSE of ``rule.py``.
+        pairs: Whether the device compares two BF16 numbers at a time.
     """
 
-    def __init__(self, kind: Kind, members: Sequence[tuple[Batch, TensorStep]], math: int) -> None:
+    def __init__(self, kind: Kind, members: Sequence[tuple[Batch, TensorStep]], math: int, pairs: bool) -> None:
         self.kind = kind
         self.steps_of = [step for _, step in members]
         self.batches = list({id(batch): batch for batch, _ in members}.values())
@@ -125,6 +129,7 @@ class Launch:
         """Where to note what is launched: the compiled kernel, or None for one that must be looked up every time."""
         self._guard = current_device(self.device)
         self.math = math
+        self.pairs = pairs and kind.aligned
         self._fill_static_tables(members)
         self._make_working_tables()
         self.known_addresses: list[int] | None = None
@@ -285,7 +290,8 @@ class Launch:
         self._launch(
             ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
             *self._common(), self.partials, PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
-            DUAL=kind.dual, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(), **self._shape(),
+            DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(),
+            **self._shape(),
         )  # fmt: skip
 
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
@@ -303,9 +309,9 @@ class Launch:
         self._launch(
             ("update", gather, self.scaled), kernels.update_kernel, self.num_programs_in_all,
             *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
-            MASTER_FORM=kind.master, DUAL=kind.dual, CAUTIOUS=kind.cautious, COORDINATE=kind.coordinate,
-            STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset, **self._types(),
-            **self._shape(),
+            MASTER_FORM=kind.master, DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious,
+            COORDINATE=kind.coordinate, STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset,
+            **self._types(), **self._shape(),
         )  # fmt: skip
 
     def set_denominators(self, per_tensor: Tensor | None, rows: Tensor) -> None:
@@ -379,7 +385,7 @@ class Launch:
         kind = self.kind
         return {
             "GRAD": TRITON_TYPES[kind.grad], "MOMENT": TRITON_TYPES[kind.moment], "SCALED": self.scaled,
-            "ALIGNED": kind.aligned, "SHARED": kind.shared,
+            "ALIGNED": kind.aligned, "SHARED": kind.shared, "PAIRS": self.pairs,
         }  # fmt: skip
 
     def _shape(self) -> dict[str, Any]:
@@ -408,6 +414,11 @@ def _addresses(step: TensorStep) -> list[int]:
         0 if step.exp_avg_scale is None else step.exp_avg_scale.data_ptr(),
         0 if step.exp_avg_sq_scale is None else step.exp_avg_sq_scale.data_ptr(),
     ]
+
+
+def _smallest_sigma(options: Options, dtype: torch.dtype) -> Any:
+    """ε·τ·b₁ of the first step, below which σ never is."""
+    return step_numbers(1, 0.0, options, dtype, 1.0).sigma_floor
 
 
 def _master_form(step: TensorStep) -> int:

@@ -11,6 +11,7 @@ from luminav.engines.triton.tables import (
     EXP_AVG_SCALE,
     EXP_AVG_SQ,
     EXP_AVG_SQ_SCALE,
+    NO_MASTER,
     NUM_POINTERS,
     SPLIT_MASTER,
     WHOLE_MASTER,
@@ -22,47 +23,56 @@ def place(pid, t, first_programs, numels, SPAN: tl.constexpr, ALIGNED: tl.conste
     """Which of its tensor's programs this is, its first element, and how many are left from there on."""
     chunk = (pid - tl.load(first_programs + t)).to(tl.int64)
     start = chunk * SPAN
-    numel = tl.load(numels + t)
+    left = tl.minimum(tl.load(numels + t) - start, SPAN).to(tl.int32)
     if ALIGNED:
-        numel = tl.multiple_of(numel, 16)
-    return chunk, start, numel - start
+        left = tl.multiple_of(left, 16)
+    return chunk, start, left
 
 
 @triton.jit
-def tensor_pointer(table, row, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A pointer out of a table of addresses."""
-    pointer = tl.load(table + row).to(tl.pointer_type(TYPE))
+def tensor_pointer(table, row, start, TYPE: tl.constexpr, ALIGNED: tl.constexpr, MATH: tl.constexpr):
+    """A pointer out of a table of addresses, `start` elements on.
+
+    NVIDIA's compiler is not told how it came about: it would take the sum apart, and move each tensor's pointer on from
+    tile to tile by itself, where all can add the tile's offset.
+    """
+    pointer = tl.load(table + row).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED and MATH != rule.PORTABLE:
+        address = tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [pointer.to(tl.int64)], tl.int64, is_pure=True, pack=1
+        )
+        pointer = address.to(tl.pointer_type(TYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
-def master_pointer(table, row, FORM: tl.constexpr, ALIGNED: tl.constexpr):
+def master_pointer(table, row, start, FORM: tl.constexpr, ALIGNED: tl.constexpr, MATH: tl.constexpr):
     """The pointer to master weights, or to remainders."""
-    if FORM == SPLIT_MASTER:
-        return tensor_pointer(table, row, tl.int16, ALIGNED)
-    else:
-        return tensor_pointer(table, row, tl.float32, ALIGNED)
+    TYPE: tl.constexpr = tl.int16 if FORM == SPLIT_MASTER else tl.float32
+    return tensor_pointer(table, row, start, TYPE, ALIGNED, MATH)
 
 
 @triton.jit
-def tile(first, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """BLOCK consecutive offsets from `first` on; for state in blocks as rows of 64."""
+def tile(first, left, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """BLOCK consecutive offsets from `first` on, and which of them are below `left`; for state in blocks rows of 64."""
     if IN_BLOCKS:
         rows = tl.arange(0, BLOCK // rounding.BLOCK)
-        return first + rows[:, None] * rounding.BLOCK + tl.arange(0, rounding.BLOCK)[None, :]
+        inside = rows[:, None] * rounding.BLOCK + tl.arange(0, rounding.BLOCK)[None, :]
+        return first + inside, inside < left - first
     else:
-        return first + tl.arange(0, BLOCK)
+        offsets = first + tl.arange(0, BLOCK)
+        return offsets, offsets < left
 
 
 @triton.jit
-def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """Zeros shaped like :func:`tile`."""
+def zeros(BLOCK: tl.constexpr, TYPE: tl.constexpr, IN_BLOCKS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Zeros shaped like :func:`tile`, one for so many neighbours."""
     if IN_BLOCKS:
-        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK], TYPE)
+        return tl.zeros([BLOCK // rounding.BLOCK, rounding.BLOCK // TOGETHER], TYPE)
     else:
-        return tl.zeros([BLOCK], TYPE)
+        return tl.zeros([BLOCK // TOGETHER], TYPE)
 
 
 @triton.jit
@@ -78,28 +88,25 @@ def total(x, IN_BLOCKS: tl.constexpr):
 def block_tile(first, left, BLOCK: tl.constexpr):
     """For a tile of 64-element rows: offsets of what is kept per row, and which rows there are."""
     rows = tl.arange(0, BLOCK // rounding.BLOCK)
-    return first // rounding.BLOCK + rows, first + rows * rounding.BLOCK < left
+    return first // rounding.BLOCK + rows, rows * rounding.BLOCK < left - first
 
 
 @triton.jit
-def moment_pointer(table, row, start, TYPE: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr):
-    """The pointer to a program's part of a moment."""
-    if SHARED:
-        return tensor_pointer(table, row, tl.float32, ALIGNED) + start // rounding.BLOCK
-    else:
-        return tensor_pointer(table, row, TYPE, ALIGNED) + start
-
-
-@triton.jit
-def state_pointers(pointers, t, start, MOMENT: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr):
+def state_pointers(
+    pointers, t, start, MOMENT: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr, MATH: tl.constexpr
+):
     """A program's part of exp_avg and exp_avg_sq, and of the scales of their 8-bit codes."""
     row = t * NUM_POINTERS
     block = start // rounding.BLOCK
+    if SHARED:
+        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, block, tl.float32, ALIGNED, MATH)
+    else:
+        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, ALIGNED, MATH)
     return (
-        moment_pointer(pointers, row + EXP_AVG, start, MOMENT, False, ALIGNED),
-        moment_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, SHARED, ALIGNED),
-        moment_pointer(pointers, row + EXP_AVG_SCALE, block, tl.uint8, False, ALIGNED),
-        moment_pointer(pointers, row + EXP_AVG_SQ_SCALE, block, tl.uint8, False, ALIGNED),
+        tensor_pointer(pointers, row + EXP_AVG, start, MOMENT, ALIGNED, MATH),
+        exp_avg_sq,
+        tensor_pointer(pointers, row + EXP_AVG_SCALE, block, tl.uint8, ALIGNED, MATH),
+        tensor_pointer(pointers, row + EXP_AVG_SQ_SCALE, block, tl.uint8, ALIGNED, MATH),
     )
 
 
@@ -145,8 +152,7 @@ def load_tile(
 
     What is not there is 0, a whole master stands in place of the weight, and exp_avg in place of exp_avg_sq.
     """
-    offsets = tile(first, BLOCK, SHARED or tl.uint8 == MOMENT)
-    mask = offsets < left
+    offsets, mask = tile(first, left, BLOCK, SHARED or tl.uint8 == MOMENT)
     g = load_stored(grad, offsets, mask, GRAD)
     m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, offsets, mask, MOMENT, False, BLOCK)
     v, v_scale = m, m_scale
@@ -165,9 +171,9 @@ def load_tile(
 @triton.jit
 def store_moment(
     pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, SIGNED: tl.constexpr,
-    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, BLOCK: tl.constexpr,
+    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a moment, already saturated, in the form in which :func:`load_moment` reads it."""
+    """Store a moment in the form in which :func:`load_moment` reads it; exp_avg_sq is saturated already."""
     if SHARED:
         rows, inside = block_tile(first, left, BLOCK)
         tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
@@ -177,16 +183,23 @@ def store_moment(
         tl.store(pointer + offsets, codes, mask=mask)
         tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])
     else:
-        store_rounded(pointer, offsets, mask, x, noise, TYPE, STOCHASTIC)
+        stored = rounded(x, noise, TYPE, STOCHASTIC, SIGNED, PAIRS)
+        tl.store(stored_pointer(pointer, TYPE) + offsets, stored, mask=mask)
 
 
 @triton.jit
 def load_stored(pointer, offsets, mask, TYPE: tl.constexpr):
     """Values as they are stored, 0 outside the mask; of BF16 the bit patterns."""
+    return tl.load(stored_pointer(pointer, TYPE) + offsets, mask=mask, other=0)
+
+
+@triton.jit
+def stored_pointer(pointer, TYPE: tl.constexpr):
+    """A pointer to values as they are stored; to bit patterns of BF16."""
     if tl.bfloat16 == TYPE:
-        return tl.load(pointer.to(tl.pointer_type(tl.uint16)) + offsets, mask=mask, other=0)
+        return pointer.to(tl.pointer_type(tl.uint16))
     else:
-        return tl.load(pointer + offsets, mask=mask, other=0.0)
+        return pointer
 
 
 @triton.jit
@@ -214,22 +227,55 @@ def widen_weight(stored, remainder, TYPE: tl.constexpr, FORM: tl.constexpr, MATH
 
 
 @triton.jit
-def store_rounded(pointer, offsets, mask, x, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Store FP32 values, already saturated, in TYPE."""
-    if tl.bfloat16 == TYPE:
-        bits = rounding.to_bf16_bits(x, noise, STOCHASTIC)
-        tl.store(pointer.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
-    elif tl.float16 == TYPE:
-        tl.store(pointer + offsets, rounding.to_fp16(x, noise, STOCHASTIC), mask=mask)
+def finite_weight(stored, before, TYPE: tl.constexpr, FORM: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr):
+    """FP32 weights with 0 for those that are not finite, and which ones these are."""
+    if PAIRS and FORM == NO_MASTER and tl.bfloat16 == TYPE:
+        special = rounding.special_mask(stored)
+        return rounding.from_finite_bits(stored, special), special
     else:
-        tl.store(pointer + offsets, x, mask=mask)
+        special = rule.is_special(before)
+        return tl.where(special, 0.0, before), special
+
+
+@triton.jit
+def clean_grad(stored, grad_scale, TYPE: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr):
+    """The gradient as the rule sees it, FP32, and which of the stored elements are not finite."""
+    if PAIRS and tl.bfloat16 == TYPE:
+        special = rounding.special_mask(stored)
+        g = rounding.from_finite_bits(stored, special)
+        if SCALED:
+            g = rule.clean_grad(g, grad_scale, SCALED)
+    else:
+        g = widen(stored, TYPE, MATH)
+        special = rule.is_special(g)
+        g = rule.clean_grad(g, grad_scale, SCALED)
+    return g, special
+
+
+@triton.jit
+def rounded(x, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr, SATURATE: tl.constexpr, PAIRS: tl.constexpr):
+    """FP32 values as they are stored in TYPE; with SATURATE those beyond its finite range as its largest.
+
+    BF16 in pairs is brought back into its range when it is rounded, two at a time.
+    """
+    if tl.bfloat16 == TYPE:
+        if SATURATE and not PAIRS:
+            x = saturate(x, TYPE)
+        bits = rounding.to_bf16_bits(x, noise, STOCHASTIC, PAIRS)
+        if SATURATE and PAIRS:
+            bits = rounding.within_range(bits)
+        return bits
+    else:
+        if SATURATE:
+            x = saturate(x, TYPE)
+        if tl.float16 == TYPE:
+            x = rounding.to_fp16(x, noise, STOCHASTIC)
+        return x
 
 
 @triton.jit
 def saturate(x, TYPE: tl.constexpr):
-    """x within the finite range of TYPE; 8-bit codes have that of FP32, in which every moment is."""
-    if tl.uint8 == TYPE:
-        return x
+    """x within the finite range of TYPE."""
     return tl.minimum(tl.maximum(x, -largest(TYPE)), largest(TYPE))
 
 
@@ -261,33 +307,32 @@ def noise_words(key, first_index, start, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def store_weight(param, offsets, mask, moved, before, finite, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def store_weight(
+    param, offsets, mask, moved, stored, special, noise, TYPE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
     """Weights without a master. Non-finite ones are stored as they were: a mask per element would cost the vectors."""
-    moved = saturate(moved, TYPE)
-    if tl.bfloat16 == TYPE:
-        bits = rounding.to_bf16_bits(moved, noise, STOCHASTIC)
-        old = (before.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
-        tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, tl.where(finite, bits, old), mask=mask)
-    elif tl.float16 == TYPE:
-        rounded = rounding.to_fp16(moved, noise, STOCHASTIC)
-        tl.store(param + offsets, tl.where(finite, rounded, before.to(tl.float16)), mask=mask)
+    new = rounded(moved, noise, TYPE, STOCHASTIC, True, PAIRS)
+    if special.dtype == tl.uint16:
+        new = rounding.select_bits(special, stored, new)
     else:
-        tl.store(param + offsets, tl.where(finite, moved, before), mask=mask)
+        new = tl.where(special, stored, new)
+    tl.store(stored_pointer(param, TYPE) + offsets, new, mask=mask)
 
 
 @triton.jit
-def store_master(master, param, offsets, mask, moved, before, finite, TYPE: tl.constexpr, FORM: tl.constexpr):
+def store_master(master, param, offsets, mask, moved, before, special, TYPE: tl.constexpr, FORM: tl.constexpr):
     """FP32 master weights, whole or as remainders, and the 16-bit weights that are nearest to them."""
     limit = rounding.MASTER_CAP_BF16 if tl.bfloat16 == TYPE else rule.FP32_MAX
-    capped = tl.where(finite, tl.minimum(tl.maximum(moved, -limit), limit), before)
+    capped = tl.where(special, before, tl.minimum(tl.maximum(moved, -limit), limit))
     if FORM == WHOLE_MASTER:
         tl.store(master + offsets, capped, mask=mask)
     if tl.bfloat16 == TYPE:
         bits = rounding.nearest_bf16_bits(capped)
         if FORM == SPLIT_MASTER:
             lower = capped.to(tl.int32, bitcast=True) - (bits.to(tl.uint32) << 16).to(tl.int32, bitcast=True)
-            tl.store(master + offsets, tl.where(finite, lower, 0).to(tl.int16), mask=mask)
+            tl.store(master + offsets, tl.where(special, 0, lower).to(tl.int16), mask=mask)
         tl.store(param.to(tl.pointer_type(tl.uint16)) + offsets, bits, mask=mask)
     else:
         clamped = tl.minimum(tl.maximum(capped, -rounding.FP16_MAX), rounding.FP16_MAX)
-        tl.store(param + offsets, tl.where(finite, clamped, capped).to(tl.float16), mask=mask)
+        tl.store(param + offsets, tl.where(special, capped, clamped).to(tl.float16), mask=mask)

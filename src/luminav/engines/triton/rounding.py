@@ -95,14 +95,71 @@ def from_bf16_bits(bits, PTX: tl.constexpr):
 
 
 @triton.jit
-def to_bf16_bits(x, noise, STOCHASTIC: tl.constexpr):
-    """FP32 within the range of BF16 to its bit pattern; `noise` is uint32 in [0, 65535], unused for nearest."""
+def to_bf16_bits(x, noise, STOCHASTIC: tl.constexpr, PTX: tl.constexpr):
+    """FP32 to the bit pattern of BF16, infinity beyond its range; `noise` is uint32 in [0, 65535], unused for nearest.
+
+    With PTX two at a time.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     if STOCHASTIC:
         bits += noise
     else:
         bits += 0x7FFF + ((bits >> 16) & 1)  # ties to even
-    return (bits >> 16).to(tl.uint16)
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [bits], tl.uint16, is_pure=True, pack=2
+        )
+    else:
+        return (bits >> 16).to(tl.uint16)
+
+
+# Bit patterns of BF16 two at a time, as NVIDIA GPUs compare them from sm_90 on.
+
+
+@triton.jit
+def special_mask(bits):
+    """0xFFFF where a pattern is that of NaN or ±inf, else 0, uint16."""
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 magnitude, largest;
+            mov.b32 largest, 0x7f7f7f7f;
+            abs.bf16x2 magnitude, $1;
+            set.gtu.u32.bf16x2 $0, magnitude, largest;
+        }""", "=r,r", [bits], tl.uint16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def within_range(bits):
+    """The largest finite pattern of the same sign in place of ±inf."""
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 largest;
+            mov.b32 largest, 0x7f7f7f7f;
+            min.xorsign.abs.bf16x2 $0, $1, largest;
+        }""", "=r,r", [bits], tl.uint16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def from_finite_bits(bits, special):
+    """FP32 from bit patterns of BF16, 0 where the mask of special ones is."""
+    return tl.inline_asm_elementwise(
+        """{
+            .reg .b32 low;
+            lop3.b32 low, $2, $3, 0, 0x30;
+            shl.b32 $0, low, 16;
+            lop3.b32 $1, $2, $3, 0xffff0000, 0x20;
+        }""", "=f,=f,r,r", [bits, special], tl.float32, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def select_bits(mask, there, elsewhere):
+    """Bits of one uint16 where the mask has a bit, of another one elsewhere."""
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [mask, there, elsewhere], tl.uint16, is_pure=True, pack=2
+    )
 
 
 @triton.jit

@@ -34,9 +34,9 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
-def is_finite(x):
-    """Whether |x| is a number below infinity; False for NaN."""
-    return tl.abs(x) <= FP32_MAX
+def is_special(x):
+    """Whether x is ±inf or NaN."""
+    return (tl.abs(x) <= FP32_MAX) == 0
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def clean_grad(grad, grad_scale, SCALED: tl.constexpr):
     """The gradient as the rule sees it: 0 for non-finite elements; unscaled and signed where SCALED."""
     if SCALED:
         grad *= grad_scale
-    return tl.where(is_finite(grad), grad, 0.0)
+    return tl.where(is_special(grad), 0.0, grad)
 
 
 @triton.jit
@@ -106,9 +106,11 @@ def tanh(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, MATH: tl.constexpr):
-    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁."""
-    sigma = tl.maximum(tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor), SMALLEST_DENOMINATOR)
+def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, FLOORED: tl.constexpr, MATH: tl.constexpr):
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁; FLOORED unless ε·τ·b₁ is never below 1e-12."""
+    sigma = tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor)
+    if FLOORED:
+        sigma = tl.maximum(sigma, SMALLEST_DENOMINATOR)
     return tanh(divide(lookahead, sigma, MATH), MATH)
 
 
@@ -123,18 +125,18 @@ def single_direction(lookahead, rms_denominator, alpha_ss, MATH: tl.constexpr):
 def cautious_mask(lookahead, grad, MATH: tl.constexpr):
     """1 where m̃ and g have the same non-zero sign, else 0.
 
-    NVIDIA GPUs multiply twice as fast as they compare: a product that cannot underflow, held between 0 and 1. It is NaN
-    where one factor is infinite and the other 0, and NaN is held at 0.
+    NVIDIA GPUs multiply twice as fast as they compare: a product with infinity, held between 0 and 1. It is ±inf where
+    both factors are non-zero, else NaN, and NaN is held at 0.
     """
     if MATH == PORTABLE:
         sign = grad.to(tl.int32, bitcast=True) & -0x80000000
         signed = (lookahead.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
         return tl.where((grad != 0.0) & (signed > 0.0), 1.0, 0.0)
     else:
-        product = (lookahead * 2.0**100) * (grad * 2.0**100)
         return tl.inline_asm_elementwise(
-            "mul.sat.f32 $0, $1, 0f7F000000;", "=f,f", [product], dtype=tl.float32, is_pure=True, pack=1
-        )
+            "{ .reg .f32 endless; mul.f32 endless, $1, 0f7F800000; mul.sat.f32 $0, endless, $2; }",
+            "=f,f,f", [lookahead, grad], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 # ---- scales: a few numbers per tensor, in FP64 -----------------------------------------------------------------------

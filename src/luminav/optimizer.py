@@ -173,10 +173,10 @@ class LuminaV(Optimizer):
         if not isinstance(params, (Tensor, set)):
             params = list(params)
         for param in [params] if isinstance(params, Tensor) else params:
-            tensor = param[1] if isinstance(param, tuple) else param
+            name, tensor = param if isinstance(param, tuple) else (None, param)
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 check_layout(tensor)
-                check_param(tensor, options)
+                check_param(tensor, options, name)
         return {**group, "params": params, **{name: getattr(options, name) for name in OPTIONS}}
 
     # ---- the state -------------------------------------------------------------------------------------------------

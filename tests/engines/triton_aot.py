@@ -91,17 +91,17 @@ def calls_of(plan: tuple[str, torch.dtype, bool, dict[str, Any], int, bool], bac
         return torch.zeros(numel, dtype=dtype) if wanted else None
 
     step = TensorStep(
-        param=torch.zeros(numel, dtype=dtype),
+        param=torch.zeros((64, blocks) if shared else numel, dtype=dtype),
         grad=torch.zeros(numel, dtype=dtype),
         exp_avg=torch.zeros(numel, dtype=moment),
-        exp_avg_sq=new(FP32, numel=blocks) if shared else new(moment, options.buffer == 2),
+        exp_avg_sq=new(BF16, numel=blocks) if shared else new(moment, options.buffer == 2),
         master_param=new(FP32, master and not split),
         noise_key=None,
         step=torch.tensor(0),
         master_remainder=new(torch.int16, split),
         exp_avg_scale=new(torch.uint8, coded, blocks),
         exp_avg_sq_scale=new(torch.uint8, coded and options.buffer == 2, blocks),
-        block_variance=shared,
+        exp_avg_sq_col=new(BF16, shared, blocks),
     )
     kind = launch.Kind.of(step, options)
     assert kind.aligned == (numel % 64 == 0)

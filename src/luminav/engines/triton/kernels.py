@@ -33,6 +33,13 @@ from luminav.engines.triton.memory import (
     widen_weight,
     zeros,
 )
+from luminav.engines.triton.tiles import (
+    column_pointer,
+    place_tile,
+    store_column_means,
+    store_row_means,
+    tile_variance,
+)
 from luminav.engines.triton.tables import (
     ACTIVE,
     ALPHA_SS,
@@ -56,6 +63,19 @@ from luminav.engines.triton.tables import (
     SIGMA_SCALE,
     STEP_SIZE,
 )
+
+
+@triton.jit
+def place_program(
+    pid, t, pointers, first_programs, numels, SPAN: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Which of its tensor's programs this is, its first element, how many are left, and how far apart its rows are."""
+    if SHARED:
+        chunk, start, left, stride = place_tile(pid, t, pointers, first_programs, numels)
+    else:
+        chunk, start, left = place(pid, t, first_programs, numels, SPAN, ALIGNED)
+        stride = rounding.BLOCK
+    return chunk, start, left, stride
 
 
 @triton.jit
@@ -91,17 +111,21 @@ def widen_moments(
 
 @triton.jit
 def gated_direction(
-    g, m, v, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
+    g, m, v, factors, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
     DUAL: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """New moments, gate and gated direction of a block."""
+    """New moments, gate and gated direction of a block; where SHARED, v is the row means, with `factors` of columns."""
     grad_share = g * one_minus_beta1
     m = rule.momentum(m, grad_share, m_decay)
     ahead = rule.momentum(m, grad_share, beta1)
     if DUAL:
-        v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
-        spread = v[:, None] if SHARED else v
-        u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, MATH)
+        if SHARED:
+            v = rule.row_means(v, rule.innovation_share(m, g, root_one_minus_beta2), v_decay, largest(tl.bfloat16))
+            root = rule.sqrt(v, MATH)[:, None] * factors[None, :]
+        else:
+            v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(MOMENT))
+            root = rule.sqrt(v, MATH)
+        u = rule.dual_direction(ahead, root, sigma_scale, sigma_floor, MATH)
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)
     if CAUTIOUS:
@@ -135,10 +159,12 @@ def lookahead_kernel(
     squares = zeros(BLOCK, tl.float64, IN_BLOCKS)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS)
+        offsets = tile(i * BLOCK, BLOCK, IN_BLOCKS, rounding.BLOCK)
         mask = offsets < left
         g = widen(load_stored(grad, offsets, mask, GRAD), GRAD, MATH)
-        m, scale = load_moment(exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, False, BLOCK)
+        m, scale = load_moment(
+            exp_avg, exp_avg_scale, i * BLOCK, left, rounding.BLOCK, offsets, mask, MOMENT, False, BLOCK
+        )
         m, m_decay = widen_moment(m, scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
         share = rule.clean_grad(g, grad_scale, SCALED) * w1
         ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
@@ -158,7 +184,9 @@ def measure_kernel(
     t = tl.load(program_tensor + pid)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
-    _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
+    _, start, left, stride = place_program(
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+    )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
     param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
@@ -171,10 +199,17 @@ def measure_kernel(
     counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    factors = 0.0
+    if SHARED:
+        exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED)
+        _, factors = tile_variance(
+            grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
+            GRAD, MOMENT, SCALED, MATH, BLOCK, ITERATIONS,
+        )  # fmt: skip
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        mask = tile(i * BLOCK, BLOCK, IN_BLOCKS) < left
+        mask = tile(i * BLOCK, BLOCK, IN_BLOCKS, stride) < left
         raw, p, remainder, m, v, m_scale, v_scale = load_tile(
-            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left,
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left, stride,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
         raw = widen(raw, GRAD, MATH)
@@ -182,7 +217,8 @@ def measure_kernel(
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            DUAL, CAUTIOUS, MOMENT, SHARED, MATH,
         )
         p = tl.where(rule.is_finite(p), p, 0.0)
         counts = counted(counts, keep, mask, raw, CAUTIOUS)
@@ -228,7 +264,9 @@ def update_kernel(
     t = tl.load(program_tensor + pid)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
-    chunk, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
+    chunk, start, left, stride = place_program(
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+    )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
     param = tensor_pointer(pointers, row + PARAM, PARAM_TYPE, ALIGNED) + start
@@ -244,12 +282,20 @@ def update_kernel(
     counts = zeros(BLOCK, tl.float32, IN_BLOCKS)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS)
+    factors = 0.0
+    if SHARED:
+        exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED)
+        columns, factors = tile_variance(
+            grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
+            GRAD, MOMENT, SCALED, MATH, BLOCK, ITERATIONS,
+        )  # fmt: skip
+        store_column_means(exp_avg_sq_col, left, columns, first, second, low, STOCHASTIC)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
-        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS)
+        offsets = tile(start_of_tile, BLOCK, IN_BLOCKS, stride)
         mask = offsets < left
         raw, p, remainder, m, v, m_scale, v_scale = load_tile(
-            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left,
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, stride,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
         raw = widen(raw, GRAD, MATH)
@@ -257,7 +303,8 @@ def update_kernel(
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT, SHARED, MATH
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            DUAL, CAUTIOUS, MOMENT, SHARED, MATH,
         )
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
@@ -276,14 +323,16 @@ def update_kernel(
             store_weight(param, offsets, write, moved, before, finite, noise, PARAM_TYPE, STOCHASTIC)
         noise = rounding.moment_stream(x, SIGNED=True, MOMENT=MOMENT)
         store_moment(
-            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
-            SIGNED=True, SHARED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
+            exp_avg, exp_avg_scale, start_of_tile, left, stride, offsets, mask, saturate(m, MOMENT), noise, MOMENT,
+            SIGNED=True, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
         )  # fmt: skip
-        if DUAL:
+        if SHARED:
+            store_row_means(exp_avg_sq, start_of_tile, left, stride, v, first, second, low, STOCHASTIC, BLOCK)
+        elif DUAL:
             noise = rounding.moment_stream(x, SIGNED=False, MOMENT=MOMENT)
             store_moment(
-                exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
-                SIGNED=False, SHARED=SHARED, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
+                exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, stride, offsets, mask, v, noise, MOMENT,
+                SIGNED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, BLOCK=BLOCK,
             )  # fmt: skip
     if GATHER:
         store_partials(partials, pid, counts, direction_sq, param_sq, IN_BLOCKS)

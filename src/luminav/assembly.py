@@ -123,8 +123,11 @@ def check_state(param: Tensor, state: ParamState, options: Options) -> None:
     """Refuse a running parameter without a variance (its group went from buffer=1 to 2), or that changed its shape."""
     per_block = block_shape(param) if in_blocks(param) else param.shape
     per_column = panel_shape(param) if in_blocks(param) else param.shape
-    shapes = dict.fromkeys(SCALES, (per_block,))
-    shapes |= {"exp_avg_sq": (param.shape, per_block), "exp_avg_sq_col": (per_column,)}
+    shapes = {
+        "exp_avg_sq": (param.shape, per_block),
+        "exp_avg_sq_col": (per_column,),
+        **dict.fromkeys(SCALES, (per_block,)),
+    }
     for kind in STATE:
         value = state.get(kind.key)
         if not kind.per_tensor and value is not None and value.shape not in shapes.get(kind.key, (param.shape,)):

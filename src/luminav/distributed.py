@@ -156,9 +156,9 @@ def check_panels(param: Tensor, name: str | None) -> None:
     ours = ", ".join(f"{run.start} to {run.stop - 1}" for run in rows if run) or "none"
     raise ValueError(
         f"block_variance=True keeps state for panels of {PANEL_ROWS} rows, but a shard of {name or 'a parameter'}, of "
-        f"shape {tuple(param.shape)} with placements {tuple(owner.placements)} on a mesh of {tuple(mesh.shape)}, begins "
-        f"inside one. Rows on this rank: {ours}. Train on a number of ranks that gives each a multiple of {PANEL_ROWS} "
-        f"rows, shard dimension 1 in multiples of {BLOCK} columns, or give this parameter a group with "
+        f"shape {tuple(param.shape)} with placements {tuple(owner.placements)} on a mesh of {tuple(mesh.shape)}, "
+        f"begins inside one. Rows on this rank: {ours}. Train on a number of ranks that gives each a multiple of "
+        f"{PANEL_ROWS} rows, shard dimension 1 in multiples of {BLOCK} columns, or give this parameter a group with "
         "block_variance=False."
     )
 

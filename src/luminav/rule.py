@@ -164,9 +164,7 @@ def lookahead_(grad_share: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> Ten
     return grad_share.add_(exp_avg, alpha=numbers.beta1)
 
 
-def variance_(
-    exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float
-) -> Tensor:
+def variance_(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
     """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`."""
     innovation_sq = (grad - exp_avg).mul_(numbers.root_one_minus_beta2).square_()
     exp_avg_sq = exp_avg_sq.mul_(numbers.beta2).add_(innovation_sq)
@@ -174,7 +172,7 @@ def variance_(
 
 
 class Panels(NamedTuple):
-    """Panels of a matrix, one after the other in a flat tensor: `rows` rows each, of `tiles` tiles of `width` columns."""
+    """Panels of a matrix, one after another in a flat tensor: `rows` rows each, of `tiles` tiles of `width` columns."""
 
     number: int
     rows: int
@@ -199,7 +197,7 @@ class TileMeans(NamedTuple):
 def tile_variance_(
     means: TileMeans, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float
 ) -> tuple[TileMeans, Tensor]:
-    """r and c ← β₂·(r or c) + (1−β₂)·mean (g − m)² over a tile's columns or rows, saturated; and √v of every element."""
+    """r, c ← β₂·(r, c) + (1−β₂)·mean (g − m)², over a tile's columns and rows, saturated; and √v of every element."""
     width = means.panels[0].width
     share = (grad - exp_avg).mul_(numbers.root_one_minus_beta2 * width**-0.5).square_()  # of a row's mean
     rows = at_most_(means.rows.mul_(numbers.beta2).add_(share.view(-1, width).sum(1)), largest)

@@ -228,8 +228,9 @@ def kept_tensors(state: ParamState) -> list[Tensor]:
 
 
 NO_COLUMN_MEANS = (
-    "{} has one 'exp_avg_sq' for 64 elements, but no 'exp_avg_sq_col' beside it: it was kept before block_variance=True had "
-    "a mean for each row and column of a tile. Go on with the version that kept it, or start the state anew."
+    "{} has one 'exp_avg_sq' for every 64 elements, but no 'exp_avg_sq_col' beside it: it comes from before "
+    "block_variance=True kept means of the rows and columns of tiles, or is damaged. Continue it with the version that "
+    "wrote it, or start the state of this parameter anew."
 )
 KEPT_SCALES = ("cautious_scale", "bound_scale")
 MOMENTS = (("exp_avg", EXP_AVG_FORMAT), ("exp_avg_sq", EXP_AVG_SQ_FORMAT))

@@ -327,9 +327,7 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
     if not steps:
         return
     pieces = [
-        piece
-        for number, step in enumerate(steps)
-        for piece in cut(number, step.param.shape, limit, _uncut(step))
+        piece for number, step in enumerate(steps) for piece in cut(number, step.param.shape, limit, _uncut(step))
     ]
     limit = max([limit, *(piece.numel for piece in pieces)])
     workspace = Workspace(min(limit, sum(step.param.numel() for step in steps)), steps[0].param.device)

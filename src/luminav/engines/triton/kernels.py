@@ -33,13 +33,6 @@ from luminav.engines.triton.memory import (
     widen_weight,
     zeros,
 )
-from luminav.engines.triton.tiles import (
-    column_pointer,
-    place_tile,
-    store_column_means,
-    store_row_means,
-    tile_variance,
-)
 from luminav.engines.triton.tables import (
     ACTIVE,
     ALPHA_SS,
@@ -62,6 +55,13 @@ from luminav.engines.triton.tables import (
     SIGMA_FLOOR,
     SIGMA_SCALE,
     STEP_SIZE,
+)
+from luminav.engines.triton.tiles import (
+    column_pointer,
+    place_tile,
+    store_column_means,
+    store_row_means,
+    tile_variance,
 )
 
 
@@ -217,9 +217,9 @@ def measure_kernel(
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
-            DUAL, CAUTIOUS, MOMENT, SHARED, MATH,
-        )
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT,
+            SHARED, MATH,
+        )  # fmt: skip
         p = tl.where(rule.is_finite(p), p, 0.0)
         counts = counted(counts, keep, mask, raw, CAUTIOUS)
         direction_sq = tl.fma(kept, kept, direction_sq)
@@ -303,9 +303,9 @@ def update_kernel(
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         g = rule.clean_grad(raw, grad_scale, SCALED)
         m, v, keep, kept = gated_direction(
-            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
-            DUAL, CAUTIOUS, MOMENT, SHARED, MATH,
-        )
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor, DUAL, CAUTIOUS, MOMENT,
+            SHARED, MATH,
+        )  # fmt: skip
         finite = rule.is_finite(before)
         p = tl.where(finite, before, 0.0)
         if GATHER:

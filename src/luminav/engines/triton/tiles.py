@@ -30,7 +30,7 @@ BF16 = tl.constexpr(tl.bfloat16)
 
 @triton.jit
 def place_tile(pid, t, pointers, first_programs, numels):
-    """Which of its tensor's tiles a program has, its first element, how many are left from there on, and a row's length.
+    """Which of its tensor's tiles a program has, its first element, how many are left from there, and a row's length.
 
     Launches have no rows of which 65 would not fit 32 bits, see ``addressable``.
     """

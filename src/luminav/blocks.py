@@ -5,8 +5,8 @@ vectors, small tensors and odd rows are not: they stay as they are without these
 ``state_bits=8`` keeps a scale for every block.
 
 **Tiles.** ``block_variance=True`` cuts a matrix into *panels* of 64 rows, of which the last may have fewer, and panels
-into tiles of 64 columns: a block of each row. A variance of rank 1 is kept of a tile, as means of its rows and of its columns
-(:class:`luminav.rule.TileMeans`): row means have the shape :func:`block_shape`, column means :func:`panel_shape`.
+into tiles of 64 columns: a block of each row. A variance of rank 1 is kept of a tile, as means of its rows and of its
+columns (:class:`luminav.rule.TileMeans`), which have the shapes :func:`block_shape` and :func:`panel_shape`.
 
 **8-bit codes.** A moment is stored as a byte per element and a power of two per block. A byte is a small floating-point
 number: a sign, two exponent bits and five mantissa bits for exp_avg; four and four for exp_avg_sq, which has no sign.

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from luminav import LuminaV
 
 SHAPES = ((2, 3), (766, 64), (766,), (5, 766), (5,))
-"""The second is large enough to be kept in blocks; on 3 and 4 ranks it is cut between panels. Shards of all are uneven."""
+"""The second is large enough to be kept in blocks, cut between panels on 3 and 4 ranks. Shards of all are uneven."""
 
 
 class Model(nn.Module):

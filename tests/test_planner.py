@@ -375,18 +375,8 @@ def test_triton_tables_are_no_larger(mode: str) -> None:
     options = Options.from_group(dict(planner.MODES)[mode])
     params = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
     steps = [
-        TensorStep(
-            p,
-            p,
-            p,
-            p if options.has_variance else None,
-            None,
-            None,
-            step=torch.tensor(0),
-            kept_scales=None,
-            exp_avg_sq_col=p if tiles else None,
-        )  # fmt: skip
-        for p in map(nn.Parameter.detach, params)
+        TensorStep(p, p, p, p if options.has_variance else None, None, None, step=torch.tensor(0), exp_avg_sq_col=col)
+        for p, col in ((p.detach(), p.detach() if tiles else None) for p in params)
     ]
     batch = Batch(options, None, steps)
     launch = Launch(Kind.of(steps[1], options), [(batch, one) for one in steps], 0)

@@ -333,20 +333,11 @@ def _rows(params: Sequence[Tensor], device: torch.device, *, count_only: bool) -
     largest = 0 if count_only else max(param.numel() for param in trainable)
     transient = 0 if count_only else max(param.nbytes for param in trainable)
     waiting = None if count_only else max(sum(param.nbytes for param in bucket) for bucket in buckets(trainable))
-    rows = [
-        PlanRow(
-            mode,
-            options,
-            weights,
-            gradients,
-            _state(alike, options),
-            _scratch(trainable, device, options),
-            transient,
-            waiting,
-        )  # fmt: skip
-        for mode, options in MODES
-        if _differs(options, trainable)
-    ]
+    rows = []
+    for mode, options in MODES:
+        if _differs(options, trainable):
+            kept, scratch = _state(alike, options), _scratch(trainable, device, options)
+            rows.append(PlanRow(mode, options, weights, gradients, kept, scratch, transient, waiting))
     numel = sum(param.numel() for param in trainable)
     for name, dtype in PEERS:
         size = numel * dtype.itemsize

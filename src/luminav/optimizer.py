@@ -98,8 +98,9 @@ class LuminaV(Optimizer):
         state_bits: 8 keeps the moments of matrices in 8-bit codes, with a power of two for every 64 elements of a row;
             vectors, matrices of fewer than 4096 elements and rows that are no multiple of 64 keep 16. Default 16: the
             parameter's dtype.
-        block_variance: With ``buffer=1``: keep one FP32 variance for every 64 elements of a row, in place of one RMS
-            per tensor; where ``state_bits=8`` would keep 16 bits, a variance for each element. Default False.
+        block_variance: With ``buffer=1``: keep a variance of rank 1 in every tile of 64 rows (``param[i]``, flattened)
+            and 64 columns of a matrix, as BF16 means of the tile's rows and columns, in place of one RMS per tensor;
+            where ``state_bits=8`` would keep 16 bits, a variance for each element. Default False.
 
     Raises:
         ValueError: An option is out of range, or two exclude each other.
@@ -108,8 +109,8 @@ class LuminaV(Optimizer):
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
-    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_scale`` and ``exp_avg_sq_scale`` (8-bit codes), in "semi"
-    and "full" ``master_remainder`` (int16, BF16 parameters) or ``master_param`` (FP32, FP16 ones), and in one-pass mode
+    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_sq_col`` (where that is one of tiles), ``exp_avg_scale`` and
+    ``exp_avg_sq_scale`` (8-bit codes), in "semi" and "full" ``master_remainder`` (int16, BF16 parameters) or ``master_param`` (FP32, FP16 ones), and in one-pass mode
     ``cautious_scale`` and ``bound_scale``.
     """
 

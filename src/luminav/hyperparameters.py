@@ -206,7 +206,8 @@ class Options:
     block_variance: bool = _option(
         False,
         _flag,
-        "With buffer=1: keep a centred variance of rank 1 in every 64 x 64 tile of a matrix, in place of one RMS per tensor.",
+        "With buffer=1: keep a centred variance of rank 1 in every 64 x 64 tile of a matrix, in place of one RMS per "
+        "tensor.",
     )
 
     @classmethod

@@ -109,7 +109,7 @@ class LuminaV(Optimizer):
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
-    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_sq_col`` (where that is one of tiles), ``exp_avg_scale`` and
+    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_sq_col`` (if it is one of tiles), ``exp_avg_scale`` and
     ``exp_avg_sq_scale`` (8-bit codes), in "semi" and "full" ``master_remainder`` (int16, BF16 parameters) or
     ``master_param`` (FP32, FP16 ones), and in one-pass mode ``cautious_scale`` and ``bound_scale``.
     """

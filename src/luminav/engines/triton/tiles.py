@@ -25,7 +25,6 @@ from luminav.engines.triton.memory import (
 from luminav.engines.triton.tables import EXP_AVG_SQ_COL, NUM_POINTERS, ROW_LENGTH
 
 PANEL_ROWS = tl.constexpr(blocks.PANEL_ROWS)
-BF16 = tl.constexpr(tl.bfloat16)
 
 
 @triton.jit
@@ -48,7 +47,7 @@ def column_pointer(pointers, t, start, stride, ALIGNED: tl.constexpr):
     """The pointer to a program's column means."""
     panel = start // (PANEL_ROWS * stride.to(tl.int64))
     first = start - panel * (PANEL_ROWS - 1) * stride
-    return tensor_pointer(pointers, t * NUM_POINTERS + EXP_AVG_SQ_COL, BF16, ALIGNED) + first
+    return tensor_pointer(pointers, t * NUM_POINTERS + EXP_AVG_SQ_COL, tl.bfloat16, ALIGNED) + first
 
 
 @triton.jit
@@ -72,12 +71,12 @@ def tile_variance(
         m = rule.momentum(m, g * one_minus_beta1, m_decay)
         r, _ = load_moment(exp_avg_sq, exp_avg_scale, i * BLOCK, left, stride, offsets, mask, MOMENT, True, BLOCK)
         squares = rule.innovation_share(m, g, root_one_minus_beta2)
-        r = rule.row_means(widen_row_means(r), squares, beta2, largest(BF16))
+        r = rule.row_means(widen_row_means(r), squares, beta2, largest(tl.bfloat16))
         sums += squares
         means += r * share_of_row
     columns = tl.arange(0, rounding.BLOCK)
-    c = widen_row_means(load_stored(exp_avg_sq_col, columns, columns < left, BF16))
-    c = rule.column_means(c, tl.sum(sums, 0) * (share_of_row * rounding.BLOCK), beta2, largest(BF16))
+    c = widen_row_means(load_stored(exp_avg_sq_col, columns, columns < left, tl.bfloat16))
+    c = rule.column_means(c, tl.sum(sums, 0) * (share_of_row * rounding.BLOCK), beta2, largest(tl.bfloat16))
     return c, rule.column_factors(c, tl.sum(means, 0), MATH)
 
 
@@ -89,7 +88,7 @@ def store_row_means(
     blocks_, inside = block_tile(first_row, left, stride, BLOCK)
     x = rounding.element_hash(first, second, low + (blocks_ * rounding.BLOCK).to(tl.uint32))
     noise = rounding.stream(x, rounding.EXP_AVG_SQ_STREAM, 16)
-    store_rounded(exp_avg_sq, blocks_, inside, r, noise, BF16, STOCHASTIC)
+    store_rounded(exp_avg_sq, blocks_, inside, r, noise, tl.bfloat16, STOCHASTIC)
 
 
 @triton.jit
@@ -98,4 +97,4 @@ def store_column_means(exp_avg_sq_col, left, c, first, second, low, STOCHASTIC: 
     columns = tl.arange(0, rounding.BLOCK)
     x = rounding.element_hash(first, second, low + columns.to(tl.uint32))
     noise = rounding.stream(x, rounding.EXP_AVG_SQ_COL_STREAM, 16)
-    store_rounded(exp_avg_sq_col, columns, columns < left, c, noise, BF16, STOCHASTIC)
+    store_rounded(exp_avg_sq_col, columns, columns < left, c, noise, tl.bfloat16, STOCHASTIC)

@@ -122,6 +122,30 @@ class SharedVariance(Tracker):
         return torch.tanh(ahead.reshape(innovation.shape) / sigma[:, None].clamp_min(1e-12)).reshape(grad.shape)
 
 
+class TileVariance(Tracker):
+    """The momentum in full, and a variance of rank 1 in every tile of so many rows and columns, kept as its means."""
+
+    def __init__(self, shape: torch.Size, keep: Store | None, side: int) -> None:
+        super().__init__(shape, None, keep, side)
+        self.rows, self.columns = torch.zeros(shape[0], shape[1] // side), torch.zeros(shape[0] // side, shape[1])
+
+    def direction(self, grad: Tensor, step: int, beta2: float) -> Tensor:
+        self.m.mul_(BETA1).add_(grad, alpha=1 - BETA1)
+        ahead = self.m * BETA1 + grad * (1 - BETA1)
+        side = self.block
+        tiles = ((grad - self.m) ** 2).view(-1, side, grad.shape[1] // side, side)
+        self.rows = self.rows * beta2 + tiles.mean(3).view(self.rows.shape) * (1 - beta2)
+        self.columns = self.columns * beta2 + tiles.mean(1).view(self.columns.shape) * (1 - beta2)
+        r, c = self.rows.view(tiles.shape[:3]), self.columns.view(len(tiles), 1, -1, side)
+        v = r.unsqueeze(3) * c / r.mean(1, keepdim=True).unsqueeze(3).clamp_min(1e-36)
+        sigma = v.view(grad.shape).sqrt() * (TAU * (1 - BETA1 ** (step + 1)) / (1 - beta2**step) ** 0.5)
+        self.rows, self.columns = self._kept(self.rows, self.keep_v), self._kept(self.columns, self.keep_v)
+        return torch.tanh(ahead / sigma.clamp_min(1e-12))
+
+    def _kept(self, x: Tensor, store: Store | None) -> Tensor:
+        return x if store is None else store(x)
+
+
 def candidates(shape: torch.Size) -> Iterator[tuple[str, Tracker]]:
     """Name and tracker of every candidate for a tensor of this shape."""
     yield "both/bf16", Tracker(shape, bf16, bf16, 64)
@@ -135,6 +159,9 @@ def candidates(shape: torch.Size) -> Iterator[tuple[str, Tracker]]:
         yield f"both/int8+e4m4/block={block}", Tracker(shape, linear(127, exact=False), floating(4, 4), block)
         yield f"shared/block={block}", SharedVariance(shape, None, None, block)
     yield "shared/row", SharedVariance(shape, None, None, 0)
+    for side in (32, 64, 128):
+        yield f"tile/side={side}", TileVariance(shape, None, side)
+        yield f"tile/bf16/side={side}", TileVariance(shape, bf16, side)
 
 
 def measure(steps: int, beta2: float) -> dict[str, float]:

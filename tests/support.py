@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,6 +167,38 @@ def fp32(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
 
 
+class RankOne(NamedTuple):
+    """What is kept of a variance that has rank 1 in every tile of 64 rows and columns, float64."""
+
+    rows: Tensor
+    """Row means, [rows, tiles]."""
+    columns: Tensor
+    """Column means, [panels, columns]."""
+
+    @classmethod
+    def zeros(cls, shape: Sequence[int]) -> RankOne:
+        """Of a parameter that has taken no step."""
+        rows, length = shape[0], math.prod(shape[1:])
+        return cls(torch.zeros(rows, length // 64).double(), torch.zeros(math.ceil(rows / 64), length).double())
+
+    def moved(self, innovation_sq: Tensor, beta2: float, limit: float) -> RankOne:
+        """After a step with these squares, in the parameter's shape."""
+        squares = innovation_sq.reshape(len(innovation_sq), -1)
+        of_rows = torch.stack([block.mean(1) for block in squares.split(64, 1)], 1)
+        of_columns = torch.stack([panel.mean(0) for panel in squares.split(64)])
+        pairs = ((self.rows, of_rows), (self.columns, of_columns))
+        return RankOne(*((beta2 * old + (1 - beta2) * new).clamp_max(limit) for old, new in pairs))
+
+    def product(self) -> Tensor:
+        """The variance of every element, [rows, columns]."""
+        tiles = []
+        for rows, columns in zip(self.rows.split(64), self.columns, strict=True):
+            outer = [torch.outer(r, c) for r, c in zip(rows.T, columns.split(64), strict=True)]
+            means = rows.mean(0)
+            tiles.append(torch.cat([o / m if m > 0 else o * 0.0 for o, m in zip(outer, means, strict=True)], 1))
+        return torch.cat(tiles)
+
+
 @dataclass(frozen=True)
 class ExactStep:
     """One step of one tensor in float64, before anything is rounded to storage. Tensors have the weight's shape."""
@@ -174,7 +206,7 @@ class ExactStep:
     weight: Tensor
     """Saturated as section 7 says; weights that were not finite are what they were."""
     exp_avg: Tensor
-    exp_avg_sq: Tensor | None
+    exp_avg_sq: Tensor | RankOne | None
     lookahead: Tensor
     sigma: Tensor | float
     """What m̃ is divided by: one number per tensor with buffer=1."""
@@ -192,7 +224,7 @@ class ExactStep:
 def exact_step(
     weight: Tensor,
     exp_avg: Tensor,
-    exp_avg_sq: Tensor | None,
+    exp_avg_sq: Tensor | RankOne | None,
     grad: Tensor,
     step: int,
     dtype: torch.dtype,
@@ -205,7 +237,7 @@ def exact_step(
     Args:
         weight: The stored weight, or the master where there is one; any float dtype.
         exp_avg: Momentum before the step.
-        exp_avg_sq: Variance before the step; ignored with buffer=1.
+        exp_avg_sq: Variance before the step, with block_variance=True what is kept of it; else ignored with buffer=1.
         grad: The gradient.
         step: t, from 1.
         dtype: Dtype of the parameter: FP16 raises eps and is governed; it decides where values saturate.
@@ -231,13 +263,16 @@ def exact_step(
     # 3. direction
     tau = o["tau"]
     if o["buffer"] == 2 or o["block_variance"]:
-        assert exp_avg_sq is not None
         innovation_sq = (g - m) ** 2
-        if o["block_variance"]:  # of elements that share one, `exp_avg_sq` has copies
-            mean = innovation_sq.reshape(-1, 64).mean(1, keepdim=True)
-            innovation_sq = mean.expand(-1, 64).reshape(w.shape)
-        v = (beta2 * exp_avg_sq.detach().double() + (1 - beta2) * innovation_sq).clamp_max(limit)
-        sigma: Tensor | float = ((tau * b1 / math.sqrt(b2)) * v.sqrt() + eps * tau * b1).clamp_min(1e-12)
+        v: Tensor | RankOne | None
+        if o["block_variance"]:
+            assert isinstance(exp_avg_sq, RankOne)
+            v = exp_avg_sq.moved(innovation_sq, beta2, torch.finfo(torch.bfloat16).max)
+            spread = v.product().reshape(w.shape)
+        else:
+            assert isinstance(exp_avg_sq, Tensor)
+            v = spread = (beta2 * exp_avg_sq.detach().double() + (1 - beta2) * innovation_sq).clamp_max(limit)
+        sigma: Tensor | float = ((tau * b1 / math.sqrt(b2)) * spread.sqrt() + eps * tau * b1).clamp_min(1e-12)
         u = torch.tanh(ahead / sigma)
     else:
         v = None
@@ -309,7 +344,9 @@ class Reference:
         self.options = options
         self.weight = weight.detach().double().clone()
         self.exp_avg = torch.zeros_like(self.weight)
-        self.exp_avg_sq: Tensor | None = torch.zeros_like(self.weight)
+        self.exp_avg_sq: Tensor | RankOne | None = torch.zeros_like(self.weight)
+        if options.get("block_variance"):
+            self.exp_avg_sq = RankOne.zeros(weight.shape)
         self.steps = 0
         self.kept: tuple[float, float] | None = None
         self.last: ExactStep | None = None

@@ -1,4 +1,4 @@
-"""State kept in blocks of 64: 8-bit codes against their grid written out, shared variances against the closed form.
+"""State kept in blocks and tiles: 8-bit codes against their grid written out, tiles' variances by closed form.
 
 The expected grids come from this file: with n values a binade, value c of a block is (1 + (c mod n)/n) · 2^(scale − 127
 − binades + c//n) from c = n on, and c/n · 2^(scale − 127 − binades + 1) below. For exp_avg n is 32 and binades 3, for
@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import assert_same_state, state_of, through_a_file
-from support import ENGINES, dtype_name, exact_step, normal, optimizer_for, parameter
+from support import ENGINES, RankOne, dtype_name, exact_step, grid_above, grid_below, normal, optimizer_for, parameter
 from torch import Tensor, nn
 
 from luminav import LuminaV
@@ -57,12 +57,13 @@ MODES: Mapping[str, dict[str, Any]] = {
     "codes-nearest": CODED | {"stochastic_rounding": False},
     "shared": SHARED,
     "shared-one_pass": SHARED | {"fused_single_pass": True},
+    "shared-nearest": SHARED | {"stochastic_rounding": False},
     "shared-full": SHARED | {"master_weights": "full"},
     "both": CODED | SHARED,
     "both-one_pass": CODED | SHARED | {"fused_single_pass": True},
 }
 SHAPES = ((64, 128), (70, 64), (3, 32, 64), (100, 50), (65,), ())
-"""The first three are kept in blocks; (100, 50) has odd rows."""
+"""The first three are kept in blocks, the last panel of the second has 6 rows; (100, 50) has odd rows."""
 by_form = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 by_engine = pytest.mark.parametrize("engine", ENGINES)
 
@@ -193,9 +194,9 @@ def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], ste
         optimizer.zero_grad()
 
 
-def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """exp_avg and exp_avg_sq per element, float64, from whatever form they are kept in."""
-    found: list[Tensor | None] = []
+def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | RankOne | None]:
+    """exp_avg and exp_avg_sq per element or tile, float64, from whatever form they are kept in."""
+    found: list[Any] = []
     for key, form in FORMATS.items():
         value = state.get(key)
         if value is None:
@@ -203,7 +204,7 @@ def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor 
         elif value.dtype == torch.uint8:
             found.append(widened(value, state[f"{key}_scale"], form))
         elif value.shape != param.shape:
-            found.append(value.double().reshape(-1, 1).expand(-1, 64).reshape(param.shape))
+            found.append(RankOne(value.double(), state["exp_avg_sq_col"].double()))
         else:
             found.append(value.double())
     assert found[0] is not None
@@ -211,7 +212,7 @@ def moments(param: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor 
 
 
 @by_engine
-@pytest.mark.parametrize("mode", ["codes", "codes-nearest", "codes-single", "shared", "both"])
+@pytest.mark.parametrize("mode", ["codes", "codes-nearest", "codes-single", "shared", "shared-nearest", "both"])
 def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> None:
     """FP32 weights: each step's weights within FP32 of float64, each stored moment a neighbour of the exact one."""
     options = {"lr": 1e-2, **MODES[mode]}
@@ -222,9 +223,10 @@ def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> No
         take_steps(optimizer, params, range(step, step + 1))
         for number, (param, (weight, state)) in enumerate(zip(params, before, strict=True)):
             zero = torch.zeros(param.shape, dtype=torch.float64)
-            m, v = moments(param, state) if state else (zero, zero)
-            grad = gradient_of(step, number, param)
             shared = options.get("block_variance", False)
+            start = RankOne.zeros(param.shape) if shared and in_blocks(param) else zero
+            m, v = moments(param, state) if state else (zero, start)
+            grad = gradient_of(step, number, param)
             rule = options | ({} if in_blocks(param) or not shared else {"buffer": 2, "block_variance": False})
             exact = exact_step(weight, m, v, grad, step, torch.float32, **rule)
             scale = weight.abs().max().item() + 1e-2
@@ -237,6 +239,10 @@ def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> No
                     assert wanted is None
                     continue
                 assert wanted is not None
+                if isinstance(wanted, RankOne):
+                    for rounded, unrounded in zip(read, wanted, strict=True):
+                        assert_neighbours(rounded, unrounded, nearest="nearest" in mode)
+                    continue
                 error = (read - wanted).abs()
                 if kept[key].dtype == torch.uint8:  # the step between codes
                     _, n, binades, _ = GRIDS[FORMATS[key]]
@@ -247,6 +253,14 @@ def test_steps_follow_the_rule_from_what_is_stored(mode: str, engine: str) -> No
                     blocks = wanted.reshape(-1, 64) if in_blocks(param) else wanted.reshape(1, -1)
                     largest = blocks.abs().amax(1, keepdim=True).expand(blocks.shape).reshape(wanted.shape)
                     assert (error <= 4e-7 * largest).all(), (step, number, key)
+
+
+def assert_neighbours(rounded: Tensor, exact: Tensor, *, nearest: bool) -> None:
+    """BF16 numbers next to others, which are known to FP32's last bits; or the nearest ones."""
+    low, high = (grid_below(exact * (1 - 1e-6), torch.bfloat16), grid_above(exact * (1 + 1e-6), torch.bfloat16))
+    assert ((low <= rounded) & (rounded <= high)).all()
+    if nearest:
+        assert ((rounded - exact).abs() <= exact * (2.0**-8 + 1e-6)).all()
 
 
 def gradient_of(step: int, number: int, param: Tensor) -> Tensor:
@@ -279,8 +293,11 @@ def test_what_is_kept(mode: str, dtype: torch.dtype, engine: str) -> None:
         assert ("exp_avg_scale" in state) == coded
         assert ("exp_avg_sq_scale" in state) == (coded and options.get("buffer", 2) == 2)
         if shared:
-            assert state["exp_avg_sq"].dtype == torch.float32 and state["exp_avg_sq"].shape == block_shape(param)
-            assert state["exp_avg_sq"].nbytes <= 0.1 * param.numel()
+            rows, columns = state["exp_avg_sq"], state["exp_avg_sq_col"]
+            assert rows.dtype == columns.dtype == torch.bfloat16 and rows.shape == block_shape(param)
+            assert columns.shape == (math.ceil(len(param) / 64), param[0].numel())
+            assert len(param) < 64 or rows.nbytes + columns.nbytes <= 0.1 * param.numel()
+        assert ("exp_avg_sq_col" in state) == shared
         for key in ("exp_avg", "exp_avg_sq"):
             if f"{key}_scale" in state:
                 assert state[f"{key}_scale"].shape == block_shape(param)
@@ -324,11 +341,14 @@ def test_layouts_change_no_bit(mode: str, layout: str, engine: str) -> None:
     assert_same_state(*results)
 
 
+PIECED = [(64, 128), (1, 4096), (2, 3, 704), (2, 8, 8, 48), (2, 2, 1056), (4, 33, 64), (200, 64), (130, 2, 3, 64)]
+
+
 @by_engine
-@pytest.mark.parametrize("shape", [(64, 128), (1, 4096), (2, 3, 704), (2, 8, 8, 48), (2, 2, 1056), (4, 33, 64)])
+@pytest.mark.parametrize("shape", PIECED)
 @pytest.mark.parametrize("mode", ["codes", "shared", "both"])
 def test_pieces_change_no_bit(mode: str, shape: tuple[int, ...], engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks stay whole however small the pieces are, and rows that are too large for one are cut between blocks.
+    """Blocks and panels stay whole however small the pieces are; rows too large for one are cut between blocks.
 
     Of (2, 2, 1056) the inner rows end within a block, so that only two of them together can be a piece.
     """
@@ -374,12 +394,16 @@ def test_moments_are_coded_when_the_group_wants_8_bits() -> None:
         assert torch.equal(codes.view(64, 128), after[key])
 
 
-def test_a_shared_variance_is_the_mean_and_spreads_again() -> None:
+def test_a_variance_of_tiles_has_the_means_and_spreads_again() -> None:
     param, before, after = switched({}, SHARED)
-    assert torch.allclose(after["exp_avg_sq"].double(), before["exp_avg_sq"].double().view(64, 2, 64).mean(2))
+    wanted = RankOne.zeros(param.shape).moved(before["exp_avg_sq"].double(), 0.0, math.inf)
+    for key, means in (("exp_avg_sq", wanted.rows), ("exp_avg_sq_col", wanted.columns)):
+        assert_neighbours(after[key].double(), means, nearest=True)
     param, before, after = switched(SHARED, {})
-    assert after["exp_avg_sq"].shape == param.shape
-    assert torch.equal(after["exp_avg_sq"].double(), moments(param, before)[1])
+    assert after["exp_avg_sq"].shape == param.shape and "exp_avg_sq_col" not in after
+    kept = moments(param, before)[1]
+    assert isinstance(kept, RankOne)
+    torch.testing.assert_close(after["exp_avg_sq"].double(), kept.product(), rtol=1e-6, atol=0.0)
 
 
 SWITCHES = [
@@ -437,7 +461,8 @@ def test_codes_cross_to_an_fp64_model_and_back(mode: str) -> None:
     for number, (param, copy_) in enumerate(zip(params, wide, strict=True)):
         assert "exp_avg_scale" not in file["state"][number] and file["state"][number]["exp_avg"].dtype == torch.float64
         for old, new in zip(moments(param, optimizer.state[param]), moments(copy_, file["state"][number]), strict=True):
-            assert old is None or (new is not None and torch.equal(old, new))
+            pairs = zip(old, new, strict=True) if isinstance(old, RankOne) else [(old, new)]
+            assert old is None or all(torch.equal(one, other) for one, other in pairs)
     narrow = LuminaV(params)
     narrow.load_state_dict(file)
     take_steps(narrow, params, range(3, 4))

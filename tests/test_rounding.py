@@ -32,12 +32,13 @@ from support import (
 from torch import Tensor
 
 from luminav import rounding
-from luminav.rounding import NoiseKey, element_noise, nearest, noise_key, stochastic_round
+from luminav.rounding import NoiseKey, element_noise, element_words, nearest, noise_key, stochastic_round, stream_of
 
 DRAWS = 1 << 20
 SIGMAS = 5.0
 LARGEST_CORRELATION = 0.005  # 5.1 σ of DRAWS independent pairs
 STREAMS = ("weight", "exp_avg", "exp_avg_sq")
+ALL_STREAMS = (*STREAMS, "exp_avg_sq_col")
 WORD = 1 << 32
 
 by_dtype = pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=dtype_name)
@@ -50,10 +51,11 @@ def signed(word: int) -> int:
 
 
 def streams(key: NoiseKey, start: int = 0, high: int = 0, draws: int = DRAWS) -> list[Tensor]:
-    """The three streams of consecutive elements, as float64."""
+    """All streams of consecutive elements, as float64."""
     index = torch.arange(draws, dtype=torch.int32) + signed(start)
     noise = element_noise(key, index, high)
-    return [getattr(noise, name).double() for name in STREAMS]
+    fourth = stream_of(element_words(key, index, high), 3, 16)
+    return [*(getattr(noise, name).double() for name in STREAMS), fourth.double()]
 
 
 def correlation(one: Tensor, other: Tensor) -> float:
@@ -64,7 +66,7 @@ def correlation(one: Tensor, other: Tensor) -> float:
 def assert_uncorrelated(these: list[Tensor], those: list[Tensor], what: object) -> None:
     for (i, one), (j, other) in itertools.product(enumerate(these), enumerate(those)):
         rho = correlation(one, other)
-        assert abs(rho) < LARGEST_CORRELATION, (what, STREAMS[i], STREAMS[j], rho)
+        assert abs(rho) < LARGEST_CORRELATION, (what, ALL_STREAMS[i], ALL_STREAMS[j], rho)
 
 
 def chi_square(values: Tensor, cells: int) -> float:
@@ -326,12 +328,12 @@ def test_noise_is_uniform_in_its_16_bits(seed: int) -> None:
         streams(noise_key(seed, step, param), draws=1 << 20) for step, param in ((1, 0), (2, 0), (1, 1), (10**6, 300))
     ]
     joined = [torch.cat(parts) for parts in zip(*drawn)]
-    for name, values in zip(STREAMS, joined):
+    for name, values in zip(ALL_STREAMS, joined, strict=True):
         assert abs(chi_square(values, 65536)) < SIGMAS, name
     top = [torch.div(values, 4096, rounding_mode="floor") for values in joined]  # four bits, so pairs have 256 cells
     low = [values % 16 for values in joined]
     for part in (top, low):
-        for i, j in itertools.product(range(3), range(3)):
+        for i, j in itertools.product(range(4), range(4)):
             if i != j:
                 assert abs(chi_square(16 * part[i] + part[j], 256)) < SIGMAS, (i, j)
             for lag in (1, 2, 64):
@@ -356,8 +358,8 @@ def test_noise_of_one_element_is_uniform_and_uncorrelated_over_steps_and_paramet
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_streams_are_uncorrelated(step: int) -> None:
     drawn = streams(noise_key(1337, step, 0))
-    for i, j in itertools.combinations(range(3), 2):
-        assert abs(correlation(drawn[i], drawn[j])) < LARGEST_CORRELATION, (STREAMS[i], STREAMS[j])
+    for i, j in itertools.combinations(range(4), 2):
+        assert abs(correlation(drawn[i], drawn[j])) < LARGEST_CORRELATION, (ALL_STREAMS[i], ALL_STREAMS[j])
 
 
 NEIGHBOURS = {
@@ -463,11 +465,12 @@ def test_tensor_arithmetic_is_arithmetic_modulo_2_32() -> None:
     low, high = (index % WORD).to(torch.int32), (index // WORD).to(torch.int32)
     for key in (noise_key(1337, 1, 0), noise_key(2**63 - 1, 2**40, 12345), NoiseKey(-1, -(2**31))):
         noise = element_noise(key, low.clone(), high)
-        got = torch.stack([noise.weight, noise.exp_avg, noise.exp_avg_sq], 1).tolist()
+        fourth = stream_of(element_words(key, low.clone(), high), 3, 16)
+        got = torch.stack([noise.weight, noise.exp_avg, noise.exp_avg_sq, fourth], 1).tolist()
         assert got == [_noise_in_plain_integers(key, i) for i in index.tolist()]
         words = NoiseKey(*(torch.tensor(word, dtype=torch.int32) for word in (key.first, key.second)))
         again = element_noise(words, low[6:7].clone(), int(high[6]))
-        assert [again.weight.item(), again.exp_avg.item(), again.exp_avg_sq.item()] == got[6]
+        assert [again.weight.item(), again.exp_avg.item(), again.exp_avg_sq.item()] == got[6][:3]
 
 
 def test_noise_without_the_third_stream_is_the_same() -> None:

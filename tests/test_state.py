@@ -51,7 +51,8 @@ def test_the_state_is_the_table_and_nothing_else(dtype: torch.dtype, engine: str
     assert {kind.key for kind in STATE} == forms[0].keys() | forms[1].keys() | {
         "exp_avg_scale",
         "exp_avg_sq_scale",
-    } and len(STATE) == 9
+        "exp_avg_sq_col",
+    } and len(STATE) == 10
     for form in forms:
         assert [kind.key for kind in STATE if kind.key in form] == list(form)
 

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor
 
 from luminav import rule
-from luminav.blocks import block_shape, in_blocks
-from luminav.distributed import Part, check_blocks, check_placements, local, local_grad
+from luminav.blocks import block_shape, in_blocks, panel_shape
+from luminav.distributed import Part, check_blocks, check_panels, check_placements, local, local_grad
 from luminav.domains import Domain
 from luminav.engines import Batch, Engine, Scales, TensorStep, choose_engine
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.rounding import noise_key
-from luminav.state import KEPT_SCALES, SCALES, STATE, ParamState, has_block_variance, is_coded, keeps_blocks
+from luminav.state import (
+    KEPT_SCALES,
+    NO_COLUMN_MEANS,
+    SCALES,
+    STATE,
+    ParamState,
+    has_block_variance,
+    is_coded,
+    keeps_blocks,
+)
 
 
 @dataclass
@@ -54,8 +63,8 @@ UNSCALED = Scaling(None, None)
 """No loss scaler, or none that asks for anything."""
 
 
-def check_param(param: Tensor, options: Options) -> None:
-    """Refuse a parameter that the optimizer cannot train."""
+def check_param(param: Tensor, options: Options, name: str | None = None) -> None:
+    """Refuse a parameter that the optimizer cannot train; `name` is for the message."""
     if param.is_complex():
         return  # refused when it has a gradient, as torch's optimizers do where they cannot take one
     if param.dtype not in SUPPORTED_DTYPES:
@@ -64,6 +73,8 @@ def check_param(param: Tensor, options: Options) -> None:
     check_placements(param)
     if keeps_blocks(param, options):
         check_blocks(param)
+    if has_block_variance(param, options):
+        check_panels(param, name)
     if param.is_inference():
         raise RuntimeError("a parameter that was made in inference mode cannot be trained. Make the model outside it.")
     if param.device.type != "meta":
@@ -111,7 +122,12 @@ def missing_grad(param: Tensor) -> Tensor:
 def check_state(param: Tensor, state: ParamState, options: Options) -> None:
     """Refuse a running parameter without a variance (its group went from buffer=1 to 2), or that changed its shape."""
     per_block = block_shape(param) if in_blocks(param) else param.shape
-    shapes = {"exp_avg_sq": (param.shape, per_block), **dict.fromkeys(SCALES, (per_block,))}
+    per_column = panel_shape(param) if in_blocks(param) else param.shape
+    shapes = {
+        "exp_avg_sq": (param.shape, per_block),
+        "exp_avg_sq_col": (per_column,),
+        **dict.fromkeys(SCALES, (per_block,)),
+    }
     for kind in STATE:
         value = state.get(kind.key)
         if not kind.per_tensor and value is not None and value.shape not in shapes.get(kind.key, (param.shape,)):
@@ -119,6 +135,9 @@ def check_state(param: Tensor, state: ParamState, options: Options) -> None:
                 f"the parameter has shape {tuple(param.shape)}, its state {tuple(value.shape)}. After replacing "
                 "param.data, start its state anew with optimizer.state[param].clear()."
             )
+    variance = state.get("exp_avg_sq")
+    if in_blocks(param) and variance is not None and variance.shape == per_block and "exp_avg_sq_col" not in state:
+        raise ValueError(NO_COLUMN_MEANS.format("a parameter's state"))
     if options.has_variance and state and "exp_avg_sq" not in state and int(state["step"]) > 0:
         raise ValueError(
             "buffer=2 and block_variance=True need a variance, but this parameter has taken its steps so far with one "
@@ -182,7 +201,7 @@ def tensor_step(item: Pending, step: int | Tensor | None) -> TensorStep:
         step=state["step"],
         exp_avg_scale=kept("exp_avg_scale"),
         exp_avg_sq_scale=kept("exp_avg_sq_scale"),
-        block_variance=has_block_variance(item.param, item.options),
+        exp_avg_sq_col=kept("exp_avg_sq_col"),
         kept_scales=(state["cautious_scale"], state["bound_scale"])
         if all(key in state for key in KEPT_SCALES)
         else None,

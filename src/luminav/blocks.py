@@ -1,7 +1,12 @@
-"""Blocks of 64 consecutive elements of a row: what ``state_bits=8`` and ``block_variance=True`` keep one number for.
+"""Blocks of 64 consecutive elements of a row, and tiles of 64 rows of them: state is kept for these, not for elements.
 
 A *row* is ``param[i]``, flattened. Matrices whose rows are multiples of 64 are kept in blocks (:func:`in_blocks`);
 vectors, small tensors and odd rows are not: they stay as they are without these options, and take little memory.
+``state_bits=8`` keeps a scale for every block.
+
+**Tiles.** ``block_variance=True`` cuts a matrix into *panels* of 64 rows, of which the last may have fewer, and panels
+into tiles of 64 columns: a block of each row. A variance of rank 1 is kept of a tile, as means of its rows and of its
+columns (:class:`luminav.rule.TileMeans`), which have the shapes :func:`block_shape` and :func:`panel_shape`.
 
 **8-bit codes.** A moment is stored as a byte per element and a power of two per block. A byte is a small floating-point
 number: a sign, two exponent bits and five mantissa bits for exp_avg; four and four for exp_avg_sq, which has no sign.
@@ -21,6 +26,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 64
+PANEL_ROWS = 64
 SMALLEST_NUMEL = 4096
 """Smaller tensors are not kept in blocks: there is nothing to save."""
 
@@ -74,6 +80,40 @@ def in_blocks(param: Tensor) -> bool:
 def block_shape(param: Tensor) -> torch.Size:
     """Shape of what is kept per block of a tensor: its rows, and the blocks of a row."""
     return torch.Size((param.shape[0], param.numel() // max(param.shape[0], 1) // BLOCK))
+
+
+def panel_shape(param: Tensor) -> torch.Size:
+    """Shape of what is kept for each column of a panel: the panels, and the elements of a row."""
+    return torch.Size((-(-param.shape[0] // PANEL_ROWS), param.numel() // max(param.shape[0], 1)))
+
+
+def tile_means(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column means of the tiles of a matrix.
+
+    Args:
+        value: [rows, columns].
+
+    Returns:
+        Row means [rows, tiles of a panel] and column means [panels, columns].
+    """
+    blocks = value.view(len(value), value.shape[1] // BLOCK, BLOCK)
+    columns = [panel.mean(0) for panel in value.split(PANEL_ROWS)]
+    return blocks.mean(2), torch.stack(columns) if len(value) else value
+
+
+def tile_products(rows: Tensor, columns: Tensor) -> Tensor:
+    """The matrix of rank 1 in each tile that has the row means that :func:`tile_means` gives, and its column means.
+
+    Returns:
+        [rows, columns]; where a tile's mean is 0, zeros.
+    """
+    if not len(rows):
+        return columns
+    panels = []
+    for r, c in zip(rows.split(PANEL_ROWS), columns, strict=True):
+        share = r / (r / len(r)).sum(0).clamp_min(torch.finfo(r.dtype).tiny)
+        panels.append((share.unsqueeze(2) * c.view(1, -1, BLOCK)).view(len(r), -1))
+    return torch.cat(panels)
 
 
 def encode(value: Tensor, form: CodeFormat, noise: Tensor | None) -> tuple[Tensor, Tensor]:

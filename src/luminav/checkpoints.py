@@ -16,6 +16,7 @@ from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
 from luminav.state import (
     MOMENTS,
+    NO_COLUMN_MEANS,
     SCALES,
     STATE,
     ParamState,
@@ -192,6 +193,8 @@ def loaded_state(
         if kind.key == "step" or not (kind.wanted(param, options) or other_form or of_codes):
             continue
         if value is None:
+            if kind.key == "exp_avg_sq_col":
+                raise ValueError(NO_COLUMN_MEANS.format(where))
             if kind.key in MOMENT_KEYS:
                 needs = f"buffer={options.buffer}" + (" with block_variance=True" if options.block_variance else "")
                 raise ValueError(
@@ -208,6 +211,8 @@ def loaded_state(
                 "damaged?"
             )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
+    if "exp_avg_sq_col" in state and local(state["exp_avg_sq"]).any() and not local(state["exp_avg_sq_col"]).any():
+        raise ValueError(NO_COLUMN_MEANS.format(where))  # what reads files into other state has left out the one half
     for key, form in MOMENTS:
         if f"{key}_scale" in state and state[key].dtype == torch.uint8:
             _check_scales(state[f"{key}_scale"], state[key], key, form, where)

@@ -9,6 +9,8 @@ are added to ours.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import sys
 import warnings
@@ -20,9 +22,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from luminav.blocks import BLOCK
+from luminav.blocks import BLOCK, PANEL_ROWS, panel_shape
 from luminav.domains import Domain, message_device
-from luminav.layout import Layout, held_indices, sharded_dim
+from luminav.layout import Layout, Runs, held_at, held_indices, sharded_dim
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -146,6 +148,51 @@ def check_blocks(param: Tensor) -> None:
                 f"such a block. Shard rows (dimension 0), or columns in multiples of {BLOCK}; or give this parameter "
                 "a group without these options."
             )
+
+
+def check_panels(param: Tensor, name: str | None) -> None:
+    """Refuse a DTensor of which a shard, on any rank, does not consist of whole panels: ValueError, on all ranks.
+
+    Args:
+        param: The parameter.
+        name: Its name, if there is one.
+    """
+    if not is_dtensor(param):
+        return
+    owner: Any = param
+    shape, mesh = panel_shape(param), owner.device_mesh
+    cuts = (tuple(mesh.shape), tuple(block_placements(param)))
+    if mesh.get_coordinate() is None or _cut_at_panels(param.shape[0], *shape, *cuts):
+        return
+    rows = held_indices((param.shape[0], shape[1]), mesh, cuts[1])[0]
+    ours = ", ".join(f"{run.start} to {run.stop - 1}" for run in rows if run) or "none"
+    raise ValueError(
+        f"block_variance=True keeps state for panels of {PANEL_ROWS} rows, but a shard of {name or 'a parameter'}, of "
+        f"shape {tuple(param.shape)} with placements {tuple(owner.placements)} on a mesh of {tuple(mesh.shape)}, "
+        f"begins inside one. Rows on this rank: {ours}. Train on a number of ranks that gives each a multiple of "
+        f"{PANEL_ROWS} rows, shard dimension 1 in multiples of {BLOCK} columns, or give this parameter a group with "
+        "block_variance=False."
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut_at_panels(
+    num_rows: int, num_panels: int, row: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> bool:
+    """Whether every rank's rows are those of the panels that it holds, and its columns those of its blocks."""
+    for coordinate in itertools.product(*map(range, mesh_shape)):
+        rows, blocks = held_at(coordinate, (num_rows, row // BLOCK), mesh_shape, placements)
+        panels, columns = held_at(coordinate, (num_panels, row), mesh_shape, placements)
+        whole_rows = [range(p.start * PANEL_ROWS, min(p.stop * PANEL_ROWS, num_rows)) for p in _filled(panels)]
+        whole_columns = [range(b.start * BLOCK, b.stop * BLOCK) for b in _filled(blocks)]
+        if _filled(rows) != whole_rows or _filled(columns) != whole_columns:
+            return False
+    return True
+
+
+def _filled(runs: Runs) -> list[range]:
+    """Without empty runs."""
+    return [run for run in runs if run]
 
 
 def block_placements(param: Any) -> list[Placement]:

@@ -206,7 +206,8 @@ class Options:
     block_variance: bool = _option(
         False,
         _flag,
-        "With buffer=1: keep one centred variance for every 64 elements of a matrix, in place of one RMS per tensor.",
+        "With buffer=1: keep a centred variance of rank 1 in every 64 x 64 tile of a matrix, in place of one RMS per "
+        "tensor.",
     )
 
     @classmethod
@@ -229,7 +230,7 @@ class Options:
 
     @property
     def has_variance(self) -> bool:
-        """Whether there is a variance, for every element or for every block of a matrix."""
+        """Whether there is a variance, for every element or for every tile of a matrix."""
         return self.buffer == 2 or self.block_variance
 
     def _refuse_contradictions(self) -> None:

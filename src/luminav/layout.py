@@ -48,11 +48,18 @@ def _shard_of(runs: Runs, num_shards: int, number: int, split_factor: int) -> li
 
 
 def held_indices(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Runs]:
-    """The indices held along each dimension: placements cut one after the other, each what the former left."""
+    """The indices that this rank holds along each dimension."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
+    return held_at(coordinate, shape, mesh.shape, placements)
+
+
+def held_at(
+    coordinate: Sequence[int], shape: Sequence[int], mesh_shape: Sequence[int], placements: Sequence[Placement]
+) -> list[Runs]:
+    """The indices held along each dimension at a place of the mesh: each placement cuts what the one before it left."""
     held: list[Runs] = [[range(size)] for size in shape]
-    for num_shards, number, placement in zip(mesh.shape, coordinate, placements, strict=True):
+    for num_shards, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
         dim = sharded_dim(placement)
         if dim is not None:
             held[dim] = _shard_of(held[dim], num_shards, number, getattr(placement, "split_factor", 1))

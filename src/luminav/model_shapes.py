@@ -276,7 +276,7 @@ def read_model(model: Any, dtype: torch.dtype | None) -> Source:
         if not 0 < model <= MOST_PARAMETERS:
             raise ValueError(f"the number of parameters must be > 0, and at most {MOST_PARAMETERS:.0e}, got {model}.")
         body = model - model % BLOCK  # taken for a matrix, so that what is kept in blocks of a model's is here too
-        sizes = {"matrices": (1, body), "rest": (model - body,)}
+        sizes = {"matrices": (body // BLOCK, BLOCK), "rest": (model - body,)}
         params = {
             name: torch.empty(size, dtype=dtype or torch.bfloat16, device="meta", requires_grad=True)
             for name, size in sizes.items()

@@ -98,8 +98,9 @@ class LuminaV(Optimizer):
         state_bits: 8 keeps the moments of matrices in 8-bit codes, with a power of two for every 64 elements of a row;
             vectors, matrices of fewer than 4096 elements and rows that are no multiple of 64 keep 16. Default 16: the
             parameter's dtype.
-        block_variance: With ``buffer=1``: keep one FP32 variance for every 64 elements of a row, in place of one RMS
-            per tensor; where ``state_bits=8`` would keep 16 bits, a variance for each element. Default False.
+        block_variance: With ``buffer=1``: keep a variance of rank 1 in every tile of 64 rows (``param[i]``, flattened)
+            and 64 columns of a matrix, as BF16 means of the tile's rows and columns, in place of one RMS per tensor;
+            where ``state_bits=8`` would keep 16 bits, a variance for each element. Default False.
 
     Raises:
         ValueError: An option is out of range, or two exclude each other.
@@ -108,9 +109,9 @@ class LuminaV(Optimizer):
         RuntimeError: The engine asked for cannot run here.
 
     Every option can be overridden per parameter group, with the same spellings. State per parameter: ``step`` (int64),
-    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_scale`` and ``exp_avg_sq_scale`` (8-bit codes), in "semi"
-    and "full" ``master_remainder`` (int16, BF16 parameters) or ``master_param`` (FP32, FP16 ones), and in one-pass mode
-    ``cautious_scale`` and ``bound_scale``.
+    ``exp_avg``, ``exp_avg_sq`` (with a variance), ``exp_avg_sq_col`` (if it is one of tiles), ``exp_avg_scale`` and
+    ``exp_avg_sq_scale`` (8-bit codes), in "semi" and "full" ``master_remainder`` (int16, BF16 parameters) or
+    ``master_param`` (FP32, FP16 ones), and in one-pass mode ``cautious_scale`` and ``bound_scale``.
     """
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf around step()
@@ -173,10 +174,10 @@ class LuminaV(Optimizer):
         if not isinstance(params, (Tensor, set)):
             params = list(params)
         for param in [params] if isinstance(params, Tensor) else params:
-            tensor = param[1] if isinstance(param, tuple) else param
+            name, tensor = param if isinstance(param, tuple) else (None, param)
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 check_layout(tensor)
-                check_param(tensor, options)
+                check_param(tensor, options, name)
         return {**group, "params": params, **{name: getattr(options, name) for name in OPTIONS}}
 
     # ---- the state -------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from luminav.blocks import PANEL_ROWS, block_shape, panel_shape
 from luminav.engines.bundle import piece_limit
 from luminav.gradient_release import buckets
 from luminav.hyperparameters import SUPPORTED_DTYPES, Options
 from luminav.model_shapes import FAMILIES, Activations, Source, read_model
 from luminav.rounding import SIXTEEN_BIT
-from luminav.state import ParamState, conform
+from luminav.state import ParamState, conform, has_block_variance
 
 MODES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {}),
@@ -61,7 +62,7 @@ RESERVE = 1 * GIB
 # Upper limits of the Triton engine's tables, listed in engines/triton/tables.py.
 TABLE_BYTES_PER_TENSOR = 512
 TABLE_BYTES_PER_PROGRAM = 28
-PROGRAM_NUMEL = 8192
+PROGRAM_NUMEL = 8192  # but for a variance of tiles, of which each has a program
 FOREACH_TEMPORARIES = 16  # FP32, of a piece each: 16 MiB on a CPU, row step/cpu-gpt2/luminav-none-exact/scratch
 
 
@@ -329,15 +330,14 @@ def _rows(params: Sequence[Tensor], device: torch.device, *, count_only: bool) -
     trainable = [param for param in params if param.requires_grad]
     alike = Counter((param.shape, param.dtype) for param in trainable)
     weights, gradients = (sum(param.nbytes for param in some) for some in (params, trainable))
-    scratch = _scratch(trainable, device)
     largest = 0 if count_only else max(param.numel() for param in trainable)
     transient = 0 if count_only else max(param.nbytes for param in trainable)
     waiting = None if count_only else max(sum(param.nbytes for param in bucket) for bucket in buckets(trainable))
-    rows = [
-        PlanRow(mode, options, weights, gradients, _state(alike, options), scratch, transient, waiting)
-        for mode, options in MODES
-        if _differs(options, trainable)
-    ]
+    rows = []
+    for mode, options in MODES:
+        if _differs(options, trainable):
+            kept, scratch = _state(alike, options), _scratch(trainable, device, options)
+            rows.append(PlanRow(mode, options, weights, gradients, kept, scratch, transient, waiting))
     numel = sum(param.numel() for param in trainable)
     for name, dtype in PEERS:
         size = numel * dtype.itemsize
@@ -363,10 +363,19 @@ def _state(alike: Mapping[tuple[torch.Size, torch.dtype], int], options: Mapping
     )
 
 
-def _scratch(trainable: Sequence[Tensor], device: torch.device) -> int:
+def _scratch(trainable: Sequence[Tensor], device: torch.device, options: Mapping[str, Any]) -> int:
     """Upper estimate of what an engine holds beside the state."""
-    numels = [param.numel() for param in trainable]
+    checked = Options.from_group(options)
     if device.type in ("cuda", "xpu"):
-        programs = sum(-(-numel // PROGRAM_NUMEL) for numel in numels)
-        return len(numels) * TABLE_BYTES_PER_TENSOR + programs * TABLE_BYTES_PER_PROGRAM
-    return FOREACH_TEMPORARIES * 4 * min(piece_limit(device), sum(numels))
+        programs = sum(_num_programs(param, checked) for param in trainable)
+        return len(trainable) * TABLE_BYTES_PER_TENSOR + programs * TABLE_BYTES_PER_PROGRAM
+    panels = [PANEL_ROWS * panel_shape(param)[1] for param in trainable if has_block_variance(param, checked)]
+    numel = sum(param.numel() for param in trainable)
+    return FOREACH_TEMPORARIES * 4 * min(max([piece_limit(device), *panels]), numel)
+
+
+def _num_programs(param: Tensor, options: Options) -> int:
+    """How many programs of the Triton engine serve a parameter."""
+    if has_block_variance(param, options):
+        return panel_shape(param)[0] * block_shape(param)[1]
+    return -(-param.numel() // PROGRAM_NUMEL)

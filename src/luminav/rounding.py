@@ -35,7 +35,7 @@ MIX_B = 0x94D049BB133111EB
 # here. With 0x9E3779B1 and 0xC2B2AE3D, a pair with 0.0023·2²⁰, the low four bits of two streams differed from
 # independence by 1 % (χ² 15 deviations off over 2²² draws).
 ELEMENT_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
-STREAM_MULTIPLIERS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2D)
+STREAM_MULTIPLIERS = (0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2D, 0xC4F2152B)
 HIGH_WORD_MULTIPLIERS = (0x27D4EB2F, 0x165667B1)
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -138,6 +138,13 @@ def element_noise(
     Returns:
         The streams, shaped like `index`.
     """
+    x = element_words(key, index, high, start)
+    third = stream_of(x, 2, moment_bits) if exp_avg_sq else None
+    return Noise(stream_of(x, 0, 16), stream_of(x, 1, moment_bits), third)
+
+
+def element_words(key: NoiseKey, index: Tensor, high: Word = 0, start: int = 0) -> Tensor:
+    """The words from which elements' streams are drawn, int32; arguments as for :func:`element_noise`."""
     x = index + _add32(_add32(key.first, start), _multiply32(high, HIGH_WORD_MULTIPLIERS[0]))
     x.mul_(signed(ELEMENT_MULTIPLIERS[0], 32))
     x.bitwise_xor_(_shift_right(x, 16, 32))
@@ -145,14 +152,12 @@ def element_noise(
     # 1 key pair in 250 correlated at that shift (|ρ| up to 0.026 over 2²⁰ draws; none of 3000 pairs with xor).
     x.bitwise_xor_(_add32(key.second, _multiply32(high, HIGH_WORD_MULTIPLIERS[1])))
     x.mul_(signed(ELEMENT_MULTIPLIERS[1], 32))
-    x.bitwise_xor_(_shift_right(x, 15, 32))
-    third = _stream(x, STREAM_MULTIPLIERS[2], moment_bits) if exp_avg_sq else None
-    return Noise(_stream(x, STREAM_MULTIPLIERS[0], 16), _stream(x, STREAM_MULTIPLIERS[1], moment_bits), third)
+    return x.bitwise_xor_(_shift_right(x, 15, 32))
 
 
-def _stream(x: Tensor, multiplier: int, bits: int) -> Tensor:
-    """The upper bits of one more product, where every bit of x has had its effect."""
-    return (x * signed(multiplier, 32)).bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
+def stream_of(x: Tensor, number: int, bits: int) -> Tensor:
+    """Noise bits of stream `number`: the upper ones of one more product, where every bit of x has had its effect."""
+    return (x * signed(STREAM_MULTIPLIERS[number], 32)).bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def _add32(word: Word, term: Word) -> Word:

@@ -13,6 +13,7 @@ Single numbers are in :class:`StepNumbers`. The update is that of LuminaV (Lumin
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -37,6 +38,7 @@ LINEAR_BELOW = 1e-4  # tanh(r)/r = 1 − r²/3 is 1 in FP32
 CLIFF_RATIO, CLIFF_FLOOR = 0.01, 1.5e-4  # FP16 weights: at most 1 % a step, or 1.5e-4 near zero
 FP32_MAGNITUDE = 0x7FFFFFFF  # all bits but the sign
 SMALLEST_RADIUS = 1e-30  # a bound that underflowed would divide 0 by 0
+SMALLEST_MEAN = 1e-36  # of a tile: below it v is under 64²·1e-36, nothing beside the square of the smallest denominator
 
 
 @dataclass(frozen=True)
@@ -162,18 +164,82 @@ def lookahead_(grad_share: Tensor, exp_avg: Tensor, numbers: StepNumbers) -> Ten
     return grad_share.add_(exp_avg, alpha=numbers.beta1)
 
 
-def variance_(
-    exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float, share: int = 1
-) -> Tensor:
-    """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`.
-
-    With `share` above 1 so many consecutive elements have one v, that of the mean of their squares.
-    """
+def variance_(exp_avg_sq: Tensor, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float) -> Tensor:
+    """v ← β₂·v + (1−β₂)·(g − m)², the variance of the innovation about the new m, saturated at `largest`."""
     innovation_sq = (grad - exp_avg).mul_(numbers.root_one_minus_beta2).square_()
-    if share > 1:
-        innovation_sq = innovation_sq.view(-1, share).mean(1)
     exp_avg_sq = exp_avg_sq.mul_(numbers.beta2).add_(innovation_sq)
     return at_most_(exp_avg_sq, largest)
+
+
+class Panels(NamedTuple):
+    """Panels of a matrix, one after another in a flat tensor: `rows` rows each, of `tiles` tiles of `width` columns."""
+
+    number: int
+    rows: int
+    tiles: int
+    width: int
+
+
+class TileMeans(NamedTuple):
+    """A variance of rank 1 in every tile of some panels: v = r·c/μ, of row means r and column means c with mean μ.
+
+    Adafactor keeps the square of the gradient so, of whole matrices (Shazeer & Stern 2018, arXiv 1804.04235).
+    """
+
+    rows: Tensor
+    """r, flat: one for each row of a tile, in the order of the matrix."""
+    columns: Tensor
+    """c, flat: one for each column of a panel."""
+    panels: Sequence[Panels]
+    """What the flat tensors consist of."""
+
+
+def tile_variance_(
+    means: TileMeans, exp_avg: Tensor, grad: Tensor, numbers: StepNumbers, largest: float
+) -> tuple[TileMeans, Tensor]:
+    """r, c ← β₂·(r, c) + (1−β₂)·mean (g − m)², over a tile's columns and rows, saturated; and √v of every element."""
+    width = means.panels[0].width
+    share = (grad - exp_avg).mul_(numbers.root_one_minus_beta2 * width**-0.5).square_()  # of a row's mean
+    rows = at_most_(means.rows.mul_(numbers.beta2).add_(share.view(-1, width).sum(1)), largest)
+    columns = means.columns.mul_(numbers.beta2)
+    for panels, squares, r, c in zip(means.panels, *tiled(share, rows, columns, means.panels), strict=True):
+        at_most_(c.add_(sum_of_rows_(squares).mul_(width / panels.rows)), largest)
+        torch.mul(r.sqrt().unsqueeze(3), column_factors(r, c).unsqueeze(1), out=squares)
+    return TileMeans(rows, columns, means.panels), share
+
+
+def column_factors(r: Tensor, c: Tensor) -> Tensor:
+    """√(c/μ), by which √r is to be multiplied: [panels, tiles, width] from r [panels, rows, tiles] and c.
+
+    Roots first: no quotient of theirs is beyond the range.
+    """
+    mean = sum_of_rows_(r / r.shape[1]).clamp_min_(SMALLEST_MEAN)
+    return c.sqrt().div_(mean.sqrt_().unsqueeze(2))
+
+
+def tiled(
+    elements: Tensor, rows: Tensor, columns: Tensor, panels: Sequence[Panels]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Flat tensors as views of what each entry of `panels` says: [panels, rows, tiles, width] without a dimension."""
+    shapes = [[(n, r, t, w), (n, r, t), (n, t, w)] for n, r, t, w in panels]
+    views = [
+        [part.view(shape) for part, shape in zip(flat.split([math.prod(s) for s in kind]), kind, strict=True)]
+        for flat, kind in zip((elements, rows, columns), zip(*shapes, strict=True), strict=True)
+    ]
+    return views[0], views[1], views[2]
+
+
+def sum_of_rows_(x: Tensor) -> Tensor:
+    """Sum over dimension 1. Overwrites x.
+
+    By halves, element by element: a sum by torch adds in an order that depends on how many there are, and on threads.
+    """
+    count = x.shape[1]
+    while count > 1:
+        half = (count + 1) // 2
+        x[:, : count - half].add_(x[:, half:count])
+        count = half
+    return x[:, 0]
 
 
 # ---- direction and gate --------------------------------------------------------------------------------------------
@@ -210,9 +276,12 @@ def tanh_by_ratio(x: Tensor) -> Tensor:
     return x * (above / below)
 
 
-def dual_direction(lookahead: Tensor, exp_avg_sq: Tensor, numbers: StepNumbers) -> Tensor:
-    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁. Works with σ/2, which saves a pass."""
-    half_sigma = exp_avg_sq.sqrt().mul_(0.5 * numbers.sigma_scale).add_(0.5 * numbers.sigma_floor)
+def dual_direction(lookahead: Tensor, root: Tensor, numbers: StepNumbers) -> Tensor:
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁, given √v, which is overwritten.
+
+    Works with σ/2, which saves a pass.
+    """
+    half_sigma = root.mul_(0.5 * numbers.sigma_scale).add_(0.5 * numbers.sigma_floor)
     if isinstance(numbers.sigma_floor, Tensor) or numbers.sigma_floor < SMALLEST_DENOMINATOR:
         half_sigma = at_least_(half_sigma, 0.5 * SMALLEST_DENOMINATOR)
     return tanh_of_half_(torch.div(lookahead, half_sigma, out=half_sigma))
@@ -239,7 +308,7 @@ class Direction(NamedTuple):
     """What a step needs of one tensor, before its scales are known."""
 
     exp_avg: Tensor
-    exp_avg_sq: Tensor | None
+    exp_avg_sq: Tensor | TileMeans | None
     keep: Tensor | None
     """The gate, 0 or 1; None without one."""
     kept_direction: Tensor
@@ -249,12 +318,11 @@ class Direction(NamedTuple):
 def direction_(
     grad: Tensor,
     exp_avg: Tensor,
-    exp_avg_sq: Tensor | None,
+    exp_avg_sq: Tensor | TileMeans | None,
     numbers: StepNumbers,
     options: Options,
     *,
     largest: float,
-    share: int = 1,
     rms_denominator: Scalar | None = None,
 ) -> Direction:
     """Sections gradient to gate in one: the new moments, unrounded, and the gated direction.
@@ -262,11 +330,10 @@ def direction_(
     Args:
         grad: The clean gradient.
         exp_avg: Momentum before the step.
-        exp_avg_sq: Variance before the step; None where one RMS per tensor takes its place.
+        exp_avg_sq: Variance before the step, or what is kept of tiles; None where one RMS per tensor takes its place.
         numbers: The step's numbers.
         options: The group's options.
         largest: Where the variance saturates: the largest finite value of its storage dtype.
-        share: How many consecutive elements have one variance.
         rms_denominator: Without a variance, :func:`single_denominator` of the tensor.
     """
     grad_share = grad * numbers.one_minus_beta1
@@ -276,9 +343,12 @@ def direction_(
         assert rms_denominator is not None
         u = single_direction(ahead, rms_denominator, options.alpha_ss)
     else:
-        exp_avg_sq = variance_(exp_avg_sq, exp_avg, grad, numbers, largest, share)
-        spread = exp_avg_sq if share == 1 else exp_avg_sq.repeat_interleave(share)
-        u = dual_direction(ahead, spread, numbers)
+        if isinstance(exp_avg_sq, TileMeans):
+            exp_avg_sq, root = tile_variance_(exp_avg_sq, exp_avg, grad, numbers, largest)
+        else:
+            exp_avg_sq = variance_(exp_avg_sq, exp_avg, grad, numbers, largest)
+            root = exp_avg_sq.sqrt()
+        u = dual_direction(ahead, root, numbers)
     keep = cautious_mask_(ahead, grad) if options.cautious else None
     return Direction(exp_avg, exp_avg_sq, keep, u if keep is None else u.mul_(keep))
 

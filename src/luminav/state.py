@@ -14,7 +14,19 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, EXP_AVG_FORMAT, EXP_AVG_SQ_FORMAT, block_shape, decode, encode, in_blocks
+from luminav.blocks import (
+    BLOCK,
+    EXP_AVG_FORMAT,
+    EXP_AVG_SQ_FORMAT,
+    PANEL_ROWS,
+    block_shape,
+    decode,
+    encode,
+    in_blocks,
+    panel_shape,
+    tile_means,
+    tile_products,
+)
 from luminav.distributed import block_placements, is_dtensor, local
 from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
@@ -42,7 +54,7 @@ def is_coded(param: Tensor, options: Options) -> bool:
 
 
 def has_block_variance(param: Tensor, options: Options) -> bool:
-    """Whether there is one variance for each block, not for each element."""
+    """Whether tiles have a variance of rank 1, in place of one for each element."""
     return options.block_variance and in_blocks(param)
 
 
@@ -63,12 +75,12 @@ def exp_avg_dtype(param: Tensor, options: Options) -> torch.dtype:
 
 def exp_avg_sq_dtype(param: Tensor, options: Options) -> torch.dtype:
     """Storage dtype of exp_avg_sq."""
-    return block_variance_dtype(param) if has_block_variance(param, options) else exp_avg_dtype(param, options)
+    return tile_mean_dtype(param, options) if has_block_variance(param, options) else exp_avg_dtype(param, options)
 
 
-def block_variance_dtype(param: Tensor) -> torch.dtype:
-    """Storage dtype of a variance that a block shares."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
+def tile_mean_dtype(param: Tensor, options: Options) -> torch.dtype:
+    """Storage dtype of the means of a tile: FP16 has not the range."""
+    return torch.float64 if param.dtype == torch.float64 else torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -83,15 +95,19 @@ class StateTensor:
     start: Callable[[Tensor, torch.dtype], Tensor] | None
     """Its first value; None if the first exact step makes it."""
     per_tensor: bool = False
-    """0-dim; otherwise shaped like the parameter, or one element per block."""
+    """0-dim; otherwise shaped like the parameter, or one element per block or column of a panel."""
     per_block: Callable[[Tensor, Options], bool] = lambda param, options: False
     """Whether there is one element per block."""
+    per_column: bool = False
+    """Whether there is one element per column of a panel."""
 
     def first(self, param: Tensor, options: Options) -> Tensor:
         """Its first value, or zeros where the first exact step makes that."""
         dtype = self.dtype(param, options)
         if self.start is None:
             return torch.zeros((), dtype=dtype, device="cpu")
+        if self.per_column:
+            return zeros_per_column(param, dtype)
         return zeros_per_block(param, dtype) if self.per_block(param, options) else self.start(param, dtype)
 
 
@@ -103,13 +119,23 @@ def zeros_like_param(param: Tensor, dtype: torch.dtype) -> Tensor:
 
 def zeros_per_block(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros, one per block, sharded as the parameter is."""
-    held, shape = local(param.detach()), block_shape(param)
+    return _zeros(param, dtype, block_shape(param), 1, BLOCK)
+
+
+def zeros_per_column(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros, one per column of a panel, sharded as the parameter is, whose shards begin with panels."""
+    return _zeros(param, dtype, panel_shape(param), PANEL_ROWS, 1)
+
+
+def _zeros(param: Tensor, dtype: torch.dtype, shape: torch.Size, rows: int, elements: int) -> Tensor:
+    """Zeros of two dimensions, one for `elements` elements of each of `rows` rows."""
+    held = local(param.detach())
     if not is_dtensor(param):
         return torch.zeros(shape, dtype=dtype, device=held.device)
     # Of an empty part the placements tell the shape: ranks that gather it must agree on all but the sharded dimension.
-    blocks = math.prod(held.shape[1:]) // BLOCK if held.ndim > 1 else shape[1]
+    columns = math.prod(held.shape[1:]) // elements if held.ndim > 1 else shape[1]
     owner: Any = param
-    zeros = torch.zeros(held.shape[0], blocks, dtype=dtype, device=held.device)
+    zeros = torch.zeros(-(-held.shape[0] // rows), columns, dtype=dtype, device=held.device)
     return type(owner).from_local(
         zeros, owner.device_mesh, block_placements(owner), run_check=False, shape=shape, stride=(shape[1], 1)
     )
@@ -146,6 +172,14 @@ STATE: tuple[StateTensor, ...] = (
         dtype=exp_avg_sq_dtype,
         start=zeros_like_param,
         per_block=has_block_variance,
+    ),
+    StateTensor(
+        "exp_avg_sq_col",
+        "column means of the variance's tiles, whose row means are in exp_avg_sq",
+        wanted=has_block_variance,
+        dtype=tile_mean_dtype,
+        start=zeros_like_param,
+        per_column=True,
     ),
     StateTensor(
         "exp_avg_sq_scale",
@@ -193,6 +227,11 @@ def kept_tensors(state: ParamState) -> list[Tensor]:
     return [local(state[kind.key]) for kind in STATE if not kind.per_tensor and state.get(kind.key) is not None]
 
 
+NO_COLUMN_MEANS = (
+    "{} has one 'exp_avg_sq' for every 64 elements, but no 'exp_avg_sq_col' beside it: it comes from before "
+    "block_variance=True kept means of the rows and columns of tiles, or is damaged. Continue it with the version that "
+    "wrote it, or start the state of this parameter anew."
+)
 KEPT_SCALES = ("cautious_scale", "bound_scale")
 MOMENTS = (("exp_avg", EXP_AVG_FORMAT), ("exp_avg_sq", EXP_AVG_SQ_FORMAT))
 """Keys of the moments, and the formats of their codes."""
@@ -277,9 +316,9 @@ def reform_master(state: ParamState, param: Tensor, options: Options) -> None:
 
 
 def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
-    """Turn moments from 8-bit codes, or from one number per block, into the form that these options keep, or back.
+    """Turn moments from 8-bit codes, or from the means of tiles, into the form that these options keep, or back.
 
-    Codes are rounded to nearest here; a block's number is the mean of its elements.
+    Codes and means are rounded to nearest here.
     """
     kinds = {kind.key: kind for kind in STATE}
     for key, form in MOMENTS:
@@ -298,7 +337,8 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
         elif value.shape == param.shape:
             dense = held.reshape(-1, BLOCK).to(wide)
         else:
-            dense = held.reshape(-1, 1).expand(-1, BLOCK).to(wide)
+            columns = local(state.pop("exp_avg_sq_col")).to(param.device, wide)
+            dense = tile_products(held.to(wide), columns).view(-1, BLOCK)
         state[key] = fresh = kind.first(param, options)
         if coded:
             codes, scales = encode(saturated(dense, torch.float32).to(torch.float32), form, None)
@@ -306,7 +346,10 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
             local(state[f"{key}_scale"]).view(-1).copy_(scales)
             dense = codes
         elif per_block:
-            dense = dense.mean(1)
+            rows, blocks = local(fresh).shape
+            dense, columns = tile_means(dense.view(rows, blocks * BLOCK))
+            state["exp_avg_sq_col"] = zeros_per_column(param, fresh.dtype)
+            local(state["exp_avg_sq_col"]).copy_(saturated(columns, fresh.dtype))
         local(fresh).copy_(saturated(dense, fresh.dtype).reshape(local(fresh).shape))
 
 

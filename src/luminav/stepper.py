@@ -45,6 +45,7 @@ from luminav.state import (
     Written,
     catch_up,
     drop_template,
+    has_block_variance,
     keeps_blocks,
     kept_tensors,
 )
@@ -153,7 +154,8 @@ class Stepper:
                 elsewhere = elsewhere and not (self.release is not None and self.release.has_stepped(param))
                 if (param.grad is not None or elsewhere) and param not in seen:
                     seen.add(param)
-                    check_param(param, options)
+                    names = group.get("param_names")
+                    check_param(param, options, names[index - self.sharding.bases[number]] if names else None)
                     grad = missing_grad(param) if elsewhere else checked_grad(param)
                     state = self.state.get(param, {})
                     check_state(param, state, options)
@@ -163,6 +165,7 @@ class Stepper:
                         part.layout.first_index,
                         not part.layout.jumps,
                         keeps_blocks(param, options),
+                        has_block_variance(param, options),
                     )
                     yield Pending(param, grad, options, number, index, engine, part, elsewhere)
 

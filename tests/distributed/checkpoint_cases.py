@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor
 
 from luminav import LuminaV
 
-SHAPES = ((2, 3), (66, 64), (66,), (5, 66), (5,))
-"""The second is large enough to be kept in blocks; shards of all are uneven."""
+SHAPES = ((2, 3), (766, 64), (766,), (5, 766), (5,))
+"""The second is large enough to be kept in blocks, cut between panels on 3 and 4 ranks. Shards of all are uneven."""
 
 
 class Model(nn.Module):
@@ -42,8 +42,8 @@ class Model(nn.Module):
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
-        self.first = nn.Linear(64, 66, device=device, dtype=torch.bfloat16)
-        self.second = nn.Linear(66, 5, device=device, dtype=torch.bfloat16)
+        self.first = nn.Linear(64, 766, device=device, dtype=torch.bfloat16)
+        self.second = nn.Linear(766, 5, device=device, dtype=torch.bfloat16)
         self.rest = nn.Parameter(torch.empty(2, 3, device=device, dtype=torch.bfloat16))
 
     def fill(self) -> None:

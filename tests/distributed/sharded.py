@@ -300,6 +300,26 @@ def compare_columns(option_sets: Sequence[dict[str, Any]]) -> list[str]:
     return found
 
 
+def refuse_cut_panels() -> tuple[str, str, bool]:
+    """What is said of 40 rows to a rank, at first and after a switch, and whether the weights stayed as they were."""
+    shards = fsdp2(wholes(((80, 64),), torch.float32))
+    (param,), options = shards.params, {"buffer": 1, "block_variance": True}
+    messages = []
+    try:
+        LuminaV([("first.weight", param)], **options)
+    except ValueError as error:
+        messages.append(str(error))
+    optimizer = LuminaV([param])
+    optimizer.param_groups[0].update(options)
+    param.grad = shards.part_of(0, wholes(((80, 64),), torch.float32, seed=1)[0])
+    before = local(param).clone()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        messages.append(str(error))
+    return messages[0], messages[1], torch.equal(before, local(param)) and not optimizer.state
+
+
 def run_along_one_rank(option_sets: Sequence[dict[str, Any]]) -> list[bool]:
     """Whether a parameter sharded along mesh dimensions of one rank trains as a whole one, also from its state."""
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))

@@ -52,15 +52,41 @@ BLOCK_SETS: list[dict[str, Any]] = [
 ]
 BLOCK_SHAPES = ((80, 64), (33, 192), (7, 32, 64), (1, 4096), (5, 3))
 """The fourth leaves ranks without a row."""
+PANEL_SHAPES = ((384, 64), (383, 2, 64), (1, 4096), (5, 3))
+"""On 2 and 3 ranks all shards begin at multiples of 64 rows; the second's last ones are a row short."""
 
 
 @pytest.mark.parametrize(("way", "world"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4)])
 def test_blocks_are_those_of_the_unsharded_run(way: str, world: int, tmp_path: Path) -> None:
-    """8-bit codes and shared variances: rows are never cut, so every rank draws the whole run's noise."""
-    option_sets = [{**LARGE_STEP, **options} for options in BLOCK_SETS]
-    for found in ranks.run(sharded.compare, world, tmp_path, way=way, option_sets=option_sets, shapes=BLOCK_SHAPES):
-        for options, difference in zip(option_sets, found):
-            assert difference.largest <= FP32_TOLERANCE, options
+    """8-bit codes: rows are never cut, so every rank draws the whole run's noise. Tiles: nor are panels."""
+    for sets, shapes in ((BLOCK_SETS[:1], BLOCK_SHAPES), (BLOCK_SETS, PANEL_SHAPES)):
+        option_sets = [{**LARGE_STEP, **options} for options in sets]
+        for found in ranks.run(sharded.compare, world, tmp_path, way=way, option_sets=option_sets, shapes=shapes):
+            for options, difference in zip(option_sets, found):
+                assert difference.largest <= FP32_TOLERANCE, options
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "two_dimensional"])
+def test_tiles_draw_the_noise_of_the_unsharded_run(way: str, tmp_path: Path) -> None:
+    """Without sums every bit of BF16 weights and state is equal. Rows cut by two mesh dimensions, columns as well."""
+    world = 4 if way == "two_dimensional" else 3
+    shapes = ((384, 128), (256, 64), (384, 64)) if way == "two_dimensional" else PANEL_SHAPES
+    option_sets = [{**LARGE_STEP, "cautious": False, "bound": False, **BLOCK_SETS[1]}]
+    found = ranks.run(
+        sharded.compare, world, tmp_path, way=way, dtype=torch.bfloat16, shapes=shapes, option_sets=option_sets
+    )
+    assert [(d.unequal, d.unequal_state) for (d,) in found] == [(0, 0)] * world
+
+
+def test_shards_that_cut_panels_are_refused_on_every_rank(tmp_path: Path) -> None:
+    """When the optimizer is made, and when a group is switched, before anything has changed."""
+    for rank, (made, switched, unchanged) in enumerate(ranks.run(sharded.refuse_cut_panels, 2, tmp_path)):
+        rows = ("0 to 39", "40 to 79")[rank]
+        for message, name in ((made, "first.weight"), (switched, "a parameter")):
+            assert f"a shard of {name}, of shape (80, 64) with placements (Shard(dim=0),)" in message
+            assert f"Rows on this rank: {rows}. Train on a number of ranks" in message
+            assert "shard dimension 1" in message and "block_variance=False" in message
+        assert unchanged
 
 
 def test_columns_may_be_cut_between_blocks_only(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_every_mode(mode: str, dtype: torch.dtype, master: str) -> None:
     assert race.replay is not None and int(race.optimizer.state[race.params[0]]["step"]) == step + 1
 
 
+BLOCK_SHAPES = [(80, 64), (67,), (1, 8192), (63, 192), (130, 2, 128), (600, 1024), (64, 64)]
 BLOCK_MODES: dict[str, dict[str, Any]] = {
     "codes": {"state_bits": 8},
     "codes-one_pass-semi": {"state_bits": 8, "fused_single_pass": True, "master_weights": "semi"},
@@ -99,12 +100,12 @@ BLOCK_MODES: dict[str, dict[str, Any]] = {
 @by_dtype
 @pytest.mark.parametrize("mode", BLOCK_MODES)
 def test_state_in_blocks(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8-bit codes and shared variances: a last program with half its rows, an all-zero block and a huge one."""
+    """8-bit codes and variances of tiles: a last program with few of its rows, an all-zero row and a huge one."""
     if INTERPRETED:
         for name in ("IN_WHOLE", "IN_CODES"):
             monkeypatch.setattr(launch, name, replace(getattr(launch, name), block=1024, iterations=2))
         monkeypatch.setattr(launch, "SPAN", 2048)
-    makers = weights([(80, 64), (67,)], dtype)
+    makers = weights([(80, 64), (67,), (33, 128)] if INTERPRETED else BLOCK_SHAPES, dtype)
     race = Race(makers, lr=8e-4, **BLOCK_MODES[mode])
     for step in range(3 if "one_pass" in mode else 2):
         grads = grad_row(makers, step)

@@ -77,7 +77,7 @@ def counts_on_device(execution: str, device: torch.device) -> bool:
 
 
 def able_engine(
-    engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool, in_blocks: bool
+    engine: Engine, tensors: Sequence[Tensor], first_index: int, consecutive: bool, in_blocks: bool, in_tiles: bool
 ) -> Engine:
     """`engine`, or the foreach engine, to the same result, where that cannot take a tensor as it lies.
 
@@ -87,12 +87,13 @@ def able_engine(
         first_index: Row-major index of its first element in the unsharded parameter.
         consecutive: Whether its elements are consecutive there.
         in_blocks: Whether state is kept in blocks, for which the compiled engine has no graphs.
+        in_tiles: Whether a variance of tiles is.
     """
     if not engine.numbers_on_device:
         return _foreach if in_blocks and engine.name == "compile" else engine
     from luminav.engines.triton import addressable
 
-    return engine if addressable(tensors, first_index, consecutive) else _foreach
+    return engine if addressable(tensors, first_index, consecutive, in_tiles) else _foreach
 
 
 @functools.cache

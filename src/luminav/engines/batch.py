@@ -6,6 +6,7 @@ has one set of step numbers. Engines see local tensors only; they know nothing o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,8 +67,9 @@ class TensorStep:
     """Where exp_avg holds 8-bit codes: their scales, of the shape :func:`luminav.blocks.block_shape`."""
     exp_avg_sq_scale: Tensor | None = None
     """Likewise for exp_avg_sq."""
-    block_variance: bool = False
-    """Whether exp_avg_sq has one element per block."""
+    exp_avg_sq_col: Tensor | None = None
+    """Where tiles have a variance of rank 1: their column means, of the shape :func:`luminav.blocks.panel_shape`. Their
+    row means are in exp_avg_sq then, of the shape of the scales."""
 
     @property
     def present_grad(self) -> Tensor:
@@ -79,12 +81,22 @@ class TensorStep:
     def kept(self) -> tuple[Tensor | None, ...]:
         """The parameter and all of its state but single numbers, where there is such state."""
         masters, scales = (self.master_param, self.master_remainder), (self.exp_avg_scale, self.exp_avg_sq_scale)
-        return (self.param, self.exp_avg, self.exp_avg_sq, *masters, *scales)
+        return (self.param, self.exp_avg, self.exp_avg_sq, self.exp_avg_sq_col, *masters, *scales)
 
     @property
     def in_blocks(self) -> bool:
         """Whether any of the state is kept in blocks, which must not be cut."""
-        return self.block_variance or self.exp_avg_scale is not None
+        return self.in_tiles or self.exp_avg_scale is not None
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the variance is kept by tiles, whose panels must not be cut."""
+        return self.exp_avg_sq_col is not None
+
+    @property
+    def row_length(self) -> int:
+        """Elements of a row, ``param[i]`` flattened."""
+        return math.prod(self.param.shape[1:])
 
     @property
     def has_master(self) -> bool:

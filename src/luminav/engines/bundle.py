@@ -12,15 +12,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK
+from luminav.blocks import BLOCK, PANEL_ROWS
 from luminav.engines.batch import TensorStep
-from luminav.rounding import Noise, NoiseKey, Word, element_noise
-from luminav.rule import Scalar
+from luminav.rounding import Noise, NoiseKey, Word, element_noise, element_words, stream_of
+from luminav.rule import Panels, Scalar
 
 Index: TypeAlias = tuple[int | slice, ...]
 Select: TypeAlias = Callable[[TensorStep], Tensor | None]
@@ -70,6 +71,14 @@ def keep_heap() -> None:
     torch.empty(HEAP_BLOCK, dtype=torch.uint8)
 
 
+class Per(Enum):
+    """What a tensor has one number for."""
+
+    ELEMENT = "element"
+    BLOCK = "block"
+    COLUMN = "column of a panel"
+
+
 @dataclass(frozen=True)
 class Piece:
     """Part of tensor number `tensor` of a batch: `numel` row-major consecutive elements from `start` on."""
@@ -79,6 +88,18 @@ class Piece:
     start: int
     numel: int
 
+    def span(self, per: Per, row: int) -> slice:
+        """Where a contiguous tensor with one number for each of something has those of this piece.
+
+        Args:
+            per: What it has one for.
+            row: Length of the parameter's rows.
+        """
+        stop = self.start + self.numel
+        if per is Per.COLUMN:
+            return slice(self.start // (PANEL_ROWS * row) * row, -(-stop // (PANEL_ROWS * row)) * row)
+        return slice(self.start // BLOCK, stop // BLOCK) if per is Per.BLOCK else slice(self.start, stop)
+
 
 def cut(tensor: int, shape: Sequence[int], limit: int, unit: int = 1) -> Iterator[Piece]:
     """Cut a tensor of this shape into pieces of at most `limit` elements, in row-major order. None if it is empty.
@@ -87,7 +108,7 @@ def cut(tensor: int, shape: Sequence[int], limit: int, unit: int = 1) -> Iterato
         tensor: Its number.
         shape: Its shape.
         limit: The most elements in a piece; more only where a shape has no cut at a multiple of `unit` below it.
-        unit: What pieces begin and end at multiples of, as the tensor's rows must.
+        unit: What pieces begin and end at multiples of: what rows consist of, or a number of whole rows.
     """
     numel = 1
     for size in shape:
@@ -125,35 +146,45 @@ class Bundle:
         self._workspace = workspace
         self._steps = [steps[piece.tensor] for piece in pieces]
 
-    # Where `share` is given, the tensors have one element for so many of the parameter, without gaps.
+    @functools.cached_property
+    def panels(self) -> list[Panels]:
+        """The panels of the pieces: runs of whole ones, and last ones that have fewer rows."""
+        found = []
+        for step, size in zip(self._steps, self.sizes, strict=True):
+            whole, rest = divmod(size // step.row_length, PANEL_ROWS)
+            runs = ((whole, PANEL_ROWS), (1, rest))
+            found += [Panels(n, rows, step.row_length // BLOCK, BLOCK) for n, rows in runs if n and rows]
+        return found
 
-    def views(self, of: Select, share: int = 1) -> list[Tensor]:
+    def views(self, of: Select, per: Per = Per.ELEMENT) -> list[Tensor]:
         """The pieces of one kind of tensor, as views of it."""
         pairs = [(present(of(step)), piece) for step, piece in zip(self._steps, self.pieces, strict=True)]
-        if share == 1:
+        if per is Per.ELEMENT:
             return [tensor[piece.index] for tensor, piece in pairs]
-        return [tensor.view(-1)[p.start // share : (p.start + p.numel) // share] for tensor, p in pairs]
+        spans = [piece.span(per, step.row_length) for step, piece in zip(self._steps, self.pieces, strict=True)]
+        return [tensor.view(-1)[span] for (tensor, _), span in zip(pairs, spans, strict=True)]
 
-    def load(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
+    def load(self, of: Select, dtype: torch.dtype, per: Per = Per.ELEMENT) -> Tensor:
         """The pieces as one flat tensor of `dtype`; it may alias the original, so it is never written to."""
-        flat = [view.reshape(-1) for view in self.views(of, share)]
+        flat = [view.reshape(-1) for view in self.views(of, per)]
         return (flat[0] if len(flat) == 1 else torch.cat(flat)).to(dtype)
 
-    def copy(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
+    def copy(self, of: Select, dtype: torch.dtype, per: Per = Per.ELEMENT) -> Tensor:
         """The pieces as one flat tensor of `dtype`, to be overwritten: a buffer that the next bundle gets as well."""
-        flat = self._workspace.take(of, sum(self.sizes) // share, dtype)
-        views = self.views(of, share)
+        views = self.views(of, per)
+        if per is not Per.ELEMENT:
+            return torch.cat([view.reshape(-1) for view in views]).to(dtype)
+        flat = self._workspace.take(of, sum(self.sizes), dtype)
         if len(views) == 1:
             flat.view(views[0].shape).copy_(views[0])
             return flat
-        parts = [part.view(view.shape) for part, view in zip(self.split(flat, share), views, strict=True)]
-        torch._foreach_copy_(parts, views)
+        torch._foreach_copy_(self._shaped_as(views, flat), views)
         return flat
 
-    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, share: int = 1) -> None:
+    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, per: Per = Per.ELEMENT) -> None:
         """Write a flat tensor back into the pieces, converting to their dtype; nothing where `unless` is True."""
-        views = self.views(of, share)
-        values = [value.view(view.shape) for view, value in zip(views, self.split(flat, share), strict=True)]
+        views = self.views(of, per)
+        values = self._shaped_as(views, flat)
         if unless is not None:
             values = [
                 torch.where(unless, view, value.to(view.dtype)) for view, value in zip(views, values, strict=True)
@@ -167,11 +198,15 @@ class Bundle:
         """
         return flat.device.type == "cpu" and math.isfinite(flat.sum().item())
 
-    def split(self, flat: Tensor, share: int = 1) -> Sequence[Tensor]:
+    @staticmethod
+    def _shaped_as(views: Sequence[Tensor], flat: Tensor) -> list[Tensor]:
+        """A flat buffer's part of each view, in its shape."""
+        parts = flat.split([view.numel() for view in views])
+        return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
         """The flat buffer's part of each piece."""
-        if len(self.sizes) == 1:
-            return (flat,)
-        return flat.split(self.sizes if share == 1 else [size // share for size in self.sizes])
+        return (flat,) if len(self.sizes) == 1 else flat.split(self.sizes)
 
     def spread(self, per_tensor: Tensor, dtype: torch.dtype) -> Scalar:
         """One number per tensor as a factor for the flat buffer: a scalar, or one value per element.
@@ -200,15 +235,45 @@ class Bundle:
 
     def noise(self, *, exp_avg_sq: bool, moment_bits: int = 16) -> Noise:
         """Rounding noise for the flat buffer."""
-        streams = functools.partial(element_noise, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
-        low, high, start = self._element_index()
+        low, high, start = self._element_index
+        return element_noise(self._key, low, high, start=start, exp_avg_sq=exp_avg_sq, moment_bits=moment_bits)
+
+    def noise_per(self, per: Per, stream: int) -> Tensor:
+        """Rounding noise of 16 bits for what there is one of per block or column, drawn at its first element.
+
+        Args:
+            per: What there is one for.
+            stream: Number of the stream.
+        """
+        low, high, start = self._element_index
+
+        def first(word: Word) -> Word:
+            return self._first(word, per) if isinstance(word, Tensor) and word.dim() else word
+
+        key = NoiseKey(first(self._key.first), first(self._key.second))
+        return stream_of(element_words(key, self._first(low, per), first(high), start), stream, 16)
+
+    def _first(self, flat: Tensor, per: Per) -> Tensor:
+        """Of a flat tensor of elements, the first of each block or panel's column."""
+        if per is Per.BLOCK:
+            return flat.view(-1, BLOCK)[:, 0]
+        parts = flat.split([math.prod(panels) for panels in self.panels])
+        return torch.cat([
+            part.view(p.number, p.rows, -1)[:, 0].reshape(-1) for part, p in zip(parts, self.panels, strict=True)
+        ])  # fmt: skip
+
+    @functools.cached_property
+    def _key(self) -> NoiseKey:
+        """The noise key; with several pieces, of each element."""
         keys = [present_key(step) for step in self._steps]
         if len(keys) == 1:
-            return streams(keys[0], low, high, start=start)
+            return keys[0]
         words = zip(*((key.first, key.second) for key in keys), strict=True)
-        spread = (self._per_element(torch.tensor(word, dtype=torch.int32, device=self.device)) for word in words)
-        return streams(NoiseKey(*spread), low, high)
+        return NoiseKey(
+            *(self._per_element(torch.tensor(word, dtype=torch.int32, device=self.device)) for word in words)
+        )
 
+    @functools.cached_property
     def _element_index(self) -> tuple[Tensor, Word, int]:
         """Low and high 32 bits of each element's row-major index in its unsharded parameter; the third adds to low."""
         if len(self.pieces) == 1 and not self._steps[0].jumps:
@@ -261,8 +326,9 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
     """
     if not steps:
         return
-    unit = BLOCK if steps[0].in_blocks else 1
-    pieces = [piece for number, step in enumerate(steps) for piece in cut(number, step.param.shape, limit, unit)]
+    pieces = [
+        piece for number, step in enumerate(steps) for piece in cut(number, step.param.shape, limit, _uncut(step))
+    ]
     limit = max([limit, *(piece.numel for piece in pieces)])
     workspace = Workspace(min(limit, sum(step.param.numel() for step in steps)), steps[0].param.device)
     waiting: list[Piece] = []
@@ -275,3 +341,10 @@ def bundles(steps: Sequence[TensorStep], limit: int, *, pack: bool) -> Iterator[
         held += piece.numel
     if waiting:
         yield Bundle(steps, waiting, workspace)
+
+
+def _uncut(step: TensorStep) -> int:
+    """Pieces of a tensor begin and end at multiples of this: a panel, a block or an element."""
+    if step.in_tiles:
+        return PANEL_ROWS * max(step.row_length, 1)
+    return BLOCK if step.in_blocks else 1

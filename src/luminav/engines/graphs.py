@@ -19,7 +19,7 @@ from torch import Tensor
 
 from luminav.engines import single
 from luminav.engines.batch import Batch, TensorStep
-from luminav.engines.bundle import Bundle, Select, present, present_key
+from luminav.engines.bundle import Bundle, Per, Select, present, present_key
 from luminav.engines.slabs import ROW
 from luminav.hyperparameters import Options
 from luminav.rounding import Noise, NoiseKey, element_noise
@@ -80,13 +80,13 @@ class Rows(Bundle):
     def known_finite(self, flat: Tensor) -> bool:
         return False
 
-    def load(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
+    def load(self, of: Select, dtype: torch.dtype, per: Per = Per.ELEMENT) -> Tensor:
         return present(of(self.step)).to(dtype)
 
-    def copy(self, of: Select, dtype: torch.dtype, share: int = 1) -> Tensor:
+    def copy(self, of: Select, dtype: torch.dtype, per: Per = Per.ELEMENT) -> Tensor:
         return present(of(self.step)).to(dtype, copy=True)
 
-    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, share: int = 1) -> None:
+    def store(self, of: Select, flat: Tensor, unless: Tensor | None = None, per: Per = Per.ELEMENT) -> None:
         """Keep the new value. It is written when everything has been read."""
         old = present(of(self.step))
         value = flat.to(old.dtype)

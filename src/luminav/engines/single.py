@@ -12,7 +12,7 @@ from torch import Tensor
 from luminav import rule
 from luminav.blocks import BLOCK, EXP_AVG_FORMAT, EXP_AVG_SQ_FORMAT, NOISE_BITS, CodeFormat, decode, encode
 from luminav.engines.batch import Batch, Scales, TensorStep
-from luminav.engines.bundle import Bundle, Select, bundles, piece_limit, present
+from luminav.engines.bundle import Bundle, Per, Select, bundles, piece_limit, present
 from luminav.rounding import (
     MASTER_CAP_BF16,
     SIXTEEN_BIT,
@@ -44,6 +44,11 @@ def exp_avg_of(step: TensorStep) -> Tensor:
 def exp_avg_sq_of(step: TensorStep) -> Tensor | None:
     """The variance."""
     return step.exp_avg_sq
+
+
+def exp_avg_sq_col_of(step: TensorStep) -> Tensor | None:
+    """The column means of the variance's tiles."""
+    return step.exp_avg_sq_col
 
 
 def exp_avg_scale_of(step: TensorStep) -> Tensor | None:
@@ -81,10 +86,6 @@ class Moment(NamedTuple):
         """Whether a batch keeps it in 8-bit codes."""
         return self.scale_of(batch.steps[0]) is not None
 
-    def share(self, batch: Batch) -> int:
-        """How many elements of the parameter share one of it."""
-        return BLOCK if self is EXP_AVG_SQ and batch.steps[0].block_variance else 1
-
     def largest(self, batch: Batch) -> float:
         """To what it saturates."""
         stored = torch.float32 if self.in_codes(batch) else present(self.of(batch.steps[0])).dtype
@@ -93,6 +94,18 @@ class Moment(NamedTuple):
 
 EXP_AVG = Moment(exp_avg_of, exp_avg_scale_of, EXP_AVG_FORMAT)
 EXP_AVG_SQ = Moment(exp_avg_sq_of, exp_avg_sq_scale_of, EXP_AVG_SQ_FORMAT)
+
+
+class Means(NamedTuple):
+    """One kind of the means of tiles, and the stream of noise that it is rounded with."""
+
+    of: Select
+    per: Per
+    stream: int
+
+
+ROW_MEANS = Means(exp_avg_sq_of, Per.BLOCK, 2)
+COLUMN_MEANS = Means(exp_avg_sq_col_of, Per.COLUMN, 3)
 
 
 # ---- load ----------------------------------------------------------------------------------------------------------
@@ -114,9 +127,17 @@ def load_grad(batch: Batch, bundle: Bundle) -> tuple[Tensor, list[Tensor] | None
 def load_moment(batch: Batch, bundle: Bundle, moment: Moment) -> Tensor:
     """A bundle's moment, to be overwritten."""
     if moment.in_codes(batch):
-        codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8, BLOCK)
+        codes, scales = bundle.load(moment.of, torch.uint8), bundle.load(moment.scale_of, torch.uint8, Per.BLOCK)
         return decode(codes.view(-1, BLOCK), scales, moment.form).view(-1)
-    return bundle.copy(moment.of, batch.compute_dtype, moment.share(batch))
+    return bundle.copy(moment.of, batch.compute_dtype)
+
+
+def load_variance(batch: Batch, bundle: Bundle) -> Tensor | rule.TileMeans:
+    """A bundle's variance, to be overwritten."""
+    if not batch.steps[0].in_tiles:
+        return load_moment(batch, bundle, EXP_AVG_SQ)
+    rows, columns = (bundle.copy(kind.of, batch.compute_dtype, kind.per) for kind in (ROW_MEANS, COLUMN_MEANS))
+    return rule.TileMeans(rows, columns, bundle.panels)
 
 
 def load_weight(batch: Batch, bundle: Bundle) -> tuple[Tensor, Tensor | None]:
@@ -229,11 +250,10 @@ def direction_of(batch: Batch, bundle: Bundle, grad: Tensor) -> rule.Direction:
     return rule.direction_(
         grad,
         load_moment(batch, bundle, EXP_AVG),
-        load_moment(batch, bundle, EXP_AVG_SQ) if dual else None,
+        load_variance(batch, bundle) if dual else None,
         batch.step_numbers,
         batch.options,
         largest=EXP_AVG_SQ.largest(batch) if dual else math.inf,
-        share=EXP_AVG_SQ.share(batch),
         rms_denominator=None if dual else bundle.spread(present(batch.rms_denominator), batch.compute_dtype),
     )
 
@@ -275,12 +295,15 @@ def store(batch: Batch, bundle: Bundle, way: rule.Direction, weight: Tensor, non
         weight: The new weights, with 0 for those that were not finite. Overwritten.
         nonfinite: Which weights are not finite, so that they stay as they are; None if all are finite.
     """
-    third = way.exp_avg_sq is not None and present(batch.steps[0].exp_avg_sq).dtype in ROUNDED
+    third = isinstance(way.exp_avg_sq, Tensor) and present(batch.steps[0].exp_avg_sq).dtype in ROUNDED
     bits = NOISE_BITS if EXP_AVG.in_codes(batch) else 16
     noise = bundle.noise(exp_avg_sq=third, moment_bits=bits) if rounds_stochastically(batch) else None
     limit = EXP_AVG.largest(batch)
     store_moment(batch, bundle, EXP_AVG, rule.saturate_(way.exp_avg, limit), None if noise is None else noise.exp_avg)
-    if way.exp_avg_sq is not None:
+    if isinstance(way.exp_avg_sq, rule.TileMeans):
+        store_means(batch, bundle, ROW_MEANS, way.exp_avg_sq.rows)
+        store_means(batch, bundle, COLUMN_MEANS, way.exp_avg_sq.columns)
+    elif way.exp_avg_sq is not None:
         store_moment(batch, bundle, EXP_AVG_SQ, way.exp_avg_sq, None if noise is None else noise.exp_avg_sq)
     lr, unless = batch.step_numbers.lr, batch.skip
     if isinstance(lr, Tensor):
@@ -333,15 +356,22 @@ def store_moment(batch: Batch, bundle: Bundle, moment: Moment, value: Tensor, no
         noise = None if noise is None else noise.view(-1, BLOCK)
         codes, scales = encode(value.view(-1, BLOCK), moment.form, noise)
         bundle.store(moment.of, codes.view(-1), batch.skip)
-        bundle.store(moment.scale_of, scales, batch.skip, share=BLOCK)
+        bundle.store(moment.scale_of, scales, batch.skip, Per.BLOCK)
         return
-    rounded = round_finite_(value, present(moment.of(batch.steps[0])).dtype, noise)
-    bundle.store(moment.of, rounded, batch.skip, share=moment.share(batch))
+    bundle.store(moment.of, round_finite_(value, present(moment.of(batch.steps[0])).dtype, noise), batch.skip)
+
+
+def store_means(batch: Batch, bundle: Bundle, kind: Means, value: Tensor) -> None:
+    """Write row or column means of tiles, already saturated."""
+    dtype = present(kind.of(batch.steps[0])).dtype
+    noisy = batch.options.stochastic_rounding and dtype in ROUNDED
+    noise = bundle.noise_per(kind.per, kind.stream) if noisy else None
+    bundle.store(kind.of, round_finite_(value, dtype, noise), batch.skip, kind.per)
 
 
 def rounds_stochastically(batch: Batch) -> bool:
-    """Whether anything that a batch stores is rounded with noise."""
+    """Whether anything that a batch stores of each element is rounded with noise."""
     first = batch.steps[0]
     stored = [first.exp_avg, first.exp_avg if first.has_master else first.param]
-    stored += [] if first.exp_avg_sq is None else [first.exp_avg_sq]
+    stored += [] if first.exp_avg_sq is None or first.in_tiles else [first.exp_avg_sq]
     return batch.options.stochastic_rounding and any(tensor.dtype in ROUNDED for tensor in stored)

@@ -5,11 +5,13 @@ Importing this package needs Triton; :func:`luminav.engines.choose_engine` is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from luminav.blocks import PANEL_ROWS
 from luminav.engines.batch import Batch, Scales, TensorStep, lie_as_they_read
 from luminav.engines.triton import rule
 from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch
@@ -18,6 +20,7 @@ from luminav.rule import NUM_SUMS
 __all__ = ["Launch", "TritonEngine", "unavailable"]
 
 LARGEST_INDEX = 1 << 32
+LONGEST_ROW = (1 << 31) // (PANEL_ROWS + 1)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -29,22 +32,24 @@ def unavailable(device: torch.device) -> str | None:
     return None
 
 
-def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool) -> bool:
+def addressable(tensors: Sequence[Tensor], first_index: int, consecutive: bool, in_tiles: bool) -> bool:
     """Whether the kernels can take a tensor as it lies; if not, the foreach engine steps it, to the same result.
 
     Args:
         tensors: The local parameter, its gradient, and its state but single numbers.
         first_index: Row-major index of its first element in the unsharded parameter.
         consecutive: Whether its elements are consecutive there.
+        in_tiles: Whether a variance of tiles is kept, whose offsets must fit 32 bits.
     """
     param, grad = tensors[:2]
+    within = first_index + param.numel() <= LARGEST_INDEX and math.prod(param.shape[1:]) <= LONGEST_ROW
     return (
         param.dtype in (torch.float16, torch.bfloat16, torch.float32)
         and grad.dtype.is_floating_point
         and grad.dtype in TRITON_TYPES
         and lie_as_they_read(tensors)
         and consecutive
-        and (first_index == 0 or first_index + param.numel() <= LARGEST_INDEX)
+        and (within if in_tiles else first_index == 0 or first_index + param.numel() <= LARGEST_INDEX)
     )
 
 

@@ -56,6 +56,26 @@ from luminav.engines.triton.tables import (
     SIGMA_SCALE,
     STEP_SIZE,
 )
+from luminav.engines.triton.tiles import (
+    column_pointer,
+    place_tile,
+    store_column_means,
+    store_row_means,
+    tile_variance,
+)
+
+
+@triton.jit
+def place_program(
+    pid, t, pointers, first_programs, numels, SPAN: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Which of its tensor's programs this is, its first element, how many are left, and how far apart its rows are."""
+    if SHARED:
+        chunk, start, left, stride = place_tile(pid, t, pointers, first_programs, numels)
+    else:
+        chunk, start, left = place(pid, t, first_programs, numels, SPAN, ALIGNED)
+        stride = rounding.BLOCK
+    return chunk, start, left, stride
 
 
 @triton.jit
@@ -91,18 +111,22 @@ def widen_moments(
 
 @triton.jit
 def gated_direction(
-    g, m, v, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
+    g, m, v, factors, m_decay, v_decay, beta1, one_minus_beta1, root_one_minus_beta2, sigma_scale, sigma_floor,
     DUAL: tl.constexpr, FLOORED: tl.constexpr, CAUTIOUS: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr,
     MATH: tl.constexpr,
 ):  # fmt: skip
-    """New moments, gate and gated direction of a block."""
+    """New moments, gate and gated direction of a block; where SHARED, v is the row means, with `factors` of columns."""
     grad_share = g * one_minus_beta1
     m = rule.momentum(m, grad_share, m_decay)
     ahead = rule.momentum(m, grad_share, beta1)
     if DUAL:
-        v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(tl.float32 if SHARED else MOMENT), SHARED)
-        spread = v[:, None] if SHARED else v
-        u = rule.dual_direction(ahead, spread, sigma_scale, sigma_floor, FLOORED, MATH)
+        if SHARED:
+            v = rule.row_means(v, rule.innovation_share(m, g, root_one_minus_beta2), v_decay, largest(tl.bfloat16))
+            root = rule.sqrt(v, MATH)[:, None] * factors[None, :]
+        else:
+            v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(MOMENT))
+            root = rule.sqrt(v, MATH)
+        u = rule.dual_direction(ahead, root, sigma_scale, sigma_floor, FLOORED, MATH)
     else:
         u = rule.single_direction(ahead, sigma_scale, sigma_floor, MATH)
     if CAUTIOUS:
@@ -136,9 +160,11 @@ def lookahead_kernel(
     squares = zeros(BLOCK, tl.float64, IN_BLOCKS, 1)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        offsets, mask = tile(i * BLOCK, left, BLOCK, IN_BLOCKS)
+        offsets, mask = tile(i * BLOCK, left, rounding.BLOCK, BLOCK, IN_BLOCKS)
         g, _special = clean_grad(load_stored(grad, offsets, mask, GRAD), grad_scale, GRAD, SCALED, MATH, PAIRS)
-        m, scale = load_moment(exp_avg, exp_avg_scale, i * BLOCK, left, offsets, mask, MOMENT, False, BLOCK)
+        m, scale = load_moment(
+            exp_avg, exp_avg_scale, i * BLOCK, left, rounding.BLOCK, offsets, mask, MOMENT, False, BLOCK
+        )
         m, m_decay = widen_moment(m, scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
         share = g * w1
         ahead = rule.momentum(rule.momentum(m, share, m_decay), share, beta1).to(tl.float64)
@@ -159,7 +185,9 @@ def measure_kernel(
     t = tl.load(program_tensor + pid)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
-    _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
+    _, start, left, stride = place_program(
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+    )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
     param = tensor_pointer(pointers, row + PARAM, start, PARAM_TYPE, ALIGNED, MATH)
@@ -176,10 +204,17 @@ def measure_kernel(
     pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    factors = 0.0
+    if SHARED:
+        exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)
+        _, factors = tile_variance(
+            grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
+            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS,
+        )  # fmt: skip
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        _offsets, mask = tile(i * BLOCK, left, BLOCK, IN_BLOCKS)
+        _offsets, mask = tile(i * BLOCK, left, stride, BLOCK, IN_BLOCKS)
         g, stored, remainder, m, v, m_scale, v_scale = load_tile(
-            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left,
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left, stride,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
         g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
@@ -187,7 +222,7 @@ def measure_kernel(
         p, _special = finite_weight(stored, before, PARAM_TYPE, MASTER_FORM, MATH, PAIRS)
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
             DUAL, FLOORED, CAUTIOUS, MOMENT, SHARED, MATH,
         )  # fmt: skip
         counts, pairs = count(counts, pairs, keep, mask, special_grad, CAUTIOUS)
@@ -273,7 +308,9 @@ def update_kernel(
     t = tl.load(program_tensor + pid)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
-    chunk, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
+    chunk, start, left, stride = place_program(
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+    )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
     param = tensor_pointer(pointers, row + PARAM, start, PARAM_TYPE, ALIGNED, MATH)
@@ -293,18 +330,26 @@ def update_kernel(
     pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
     direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
     param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    factors = 0.0
+    if SHARED:
+        exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)
+        columns, factors = tile_variance(
+            grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
+            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS,
+        )  # fmt: skip
+        store_column_means(exp_avg_sq_col, left, columns, first, second, low, STOCHASTIC)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
-        offsets, mask = tile(start_of_tile, left, BLOCK, IN_BLOCKS)
+        offsets, mask = tile(start_of_tile, left, stride, BLOCK, IN_BLOCKS)
         g, stored, remainder, m, v, m_scale, v_scale = load_tile(
-            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left,
+            grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, stride,
             GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
         )  # fmt: skip
         g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
         before = widen_weight(stored, remainder, PARAM_TYPE, MASTER_FORM, MATH)
         m, v, m_decay, v_decay = widen_moments(m, v, m_scale, v_scale, beta1, beta2, MOMENT, DUAL, SHARED, MATH)
         m, v, keep, kept = gated_direction(
-            g, m, v, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
+            g, m, v, factors, m_decay, v_decay, beta1, w1, w2, sigma_scale, sigma_floor,
             DUAL, FLOORED, CAUTIOUS, MOMENT, SHARED, MATH,
         )  # fmt: skip
         p, special = finite_weight(stored, before, PARAM_TYPE, MASTER_FORM, MATH, PAIRS)
@@ -315,7 +360,7 @@ def update_kernel(
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))
-        _, write = tile(start_of_tile, left_of_weights, BLOCK, IN_BLOCKS)
+        _, write = tile(start_of_tile, left_of_weights, stride, BLOCK, IN_BLOCKS)
         if MASTER_FORM != NO_MASTER:
             store_master(master, param, offsets, write, moved, before, special, PARAM_TYPE, MASTER_FORM)
         else:
@@ -323,14 +368,16 @@ def update_kernel(
             store_weight(param, offsets, write, moved, stored, special, noise, PARAM_TYPE, STOCHASTIC, PAIRS)
         noise = rounding.moment_stream(x, SIGNED=True, MOMENT=MOMENT)
         store_moment(
-            exp_avg, exp_avg_scale, start_of_tile, left, offsets, mask, m, noise, MOMENT,
-            SIGNED=True, SHARED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
+            exp_avg, exp_avg_scale, start_of_tile, left, stride, offsets, mask, m, noise, MOMENT,
+            SIGNED=True, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
         )  # fmt: skip
-        if DUAL:
+        if SHARED:
+            store_row_means(exp_avg_sq, start_of_tile, left, stride, v, first, second, low, STOCHASTIC, BLOCK)
+        elif DUAL:
             noise = rounding.moment_stream(x, SIGNED=False, MOMENT=MOMENT)
             store_moment(
-                exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, offsets, mask, v, noise, MOMENT,
-                SIGNED=False, SHARED=SHARED, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
+                exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, stride, offsets, mask, v, noise, MOMENT,
+                SIGNED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
             )  # fmt: skip
     if GATHER:
         store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from luminav.blocks import BLOCK, PANEL_ROWS
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, Scales, TensorStep
 from luminav.engines.triton import kernels, scalars
 from luminav.engines.triton import tables as columns
@@ -75,7 +76,7 @@ class Kind:
     floored: bool
     """Whether σ may be below the smallest denominator; False without a variance."""
     shared: bool
-    """Whether exp_avg_sq has one element per block."""
+    """Whether exp_avg_sq is the row means of tiles, of which each program serves one."""
     cautious: bool
     coordinate: bool
     stochastic: bool
@@ -86,8 +87,15 @@ class Kind:
     def shape(self) -> Shape:
         """How its programs are laid out."""
         shape = IN_CODES if self.moment == torch.uint8 else IN_WHOLE
-        # Loads of single elements are not worth it, nor does it pay where blocks of a variance are summed up.
-        return replace(shape, stages=1) if self.shared or not self.aligned else shape
+        if self.shared:  # whose second loop finds in the cache what the first has loaded
+            return replace(shape, stages=1, iterations=PANEL_ROWS * BLOCK // shape.block)
+        return shape if self.aligned else replace(shape, stages=1)  # loads of single elements are not worth it
+
+    def num_programs(self, step: TensorStep) -> int:
+        """How many programs serve a tensor; an empty one still counts steps."""
+        numel, row = step.param.numel(), max(step.row_length, 1)
+        tiles = -(-numel // (PANEL_ROWS * row)) * (row // BLOCK)
+        return max(1, tiles if self.shared else -(-numel // SPAN))
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
@@ -99,7 +107,7 @@ class Kind:
             master=_master_form(step),
             dual=step.exp_avg_sq is not None,
             floored=step.exp_avg_sq is not None and _smallest_sigma(options, step.param.dtype) < SMALLEST_DENOMINATOR,
-            shared=step.block_variance,
+            shared=step.in_tiles,
             cautious=options.cautious,
             coordinate=options.bound and options.bound_type == "coordinate",
             stochastic=options.stochastic_rounding,
@@ -146,9 +154,7 @@ class Launch:
     # ---- tables ------------------------------------------------------------------------------------------------------
 
     def _fill_static_tables(self, members: Sequence[tuple[Batch, TensorStep]]) -> None:
-        counts = [
-            max(1, -(-step.param.numel() // SPAN)) for step in self.steps_of
-        ]  # an empty tensor still counts steps
+        counts = list(map(self.kind.num_programs, self.steps_of))
         firsts = [0]
         for count in counts:
             firsts.append(firsts[-1] + count)
@@ -413,6 +419,8 @@ def _addresses(step: TensorStep) -> list[int]:
         next((t.data_ptr() for t in (step.master_param, step.master_remainder) if t is not None), param),
         0 if step.exp_avg_scale is None else step.exp_avg_scale.data_ptr(),
         0 if step.exp_avg_sq_scale is None else step.exp_avg_sq_scale.data_ptr(),
+        0 if step.exp_avg_sq_col is None else step.exp_avg_sq_col.data_ptr(),
+        max(step.row_length, BLOCK),
     ]
 
 

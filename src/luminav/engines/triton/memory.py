@@ -55,12 +55,17 @@ def master_pointer(table, row, start, FORM: tl.constexpr, ALIGNED: tl.constexpr,
 
 
 @triton.jit
-def tile(first, left, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
-    """BLOCK consecutive offsets from `first` on, and which of them are below `left`; for state in blocks rows of 64."""
+def tile(first, left, stride, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
+    """Offsets of a program's elements from `first` to `first` + BLOCK, and which of them are below `left`.
+
+    For state in blocks they are rows of 64, each `stride` after the one before: 64 where elements are consecutive, a
+    whole row where they are a tile.
+    """
     if IN_BLOCKS:
+        begin = first // rounding.BLOCK * stride
         rows = tl.arange(0, BLOCK // rounding.BLOCK)
-        inside = rows[:, None] * rounding.BLOCK + tl.arange(0, rounding.BLOCK)[None, :]
-        return first + inside, inside < left - first
+        inside = rows[:, None] * stride + tl.arange(0, rounding.BLOCK)[None, :]
+        return begin + inside, inside < left - begin
     else:
         offsets = first + tl.arange(0, BLOCK)
         return offsets, offsets < left
@@ -85,10 +90,11 @@ def total(x, IN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def block_tile(first, left, BLOCK: tl.constexpr):
+def block_tile(first, left, stride, BLOCK: tl.constexpr):
     """For a tile of 64-element rows: offsets of what is kept per row, and which rows there are."""
+    row = first // rounding.BLOCK
     rows = tl.arange(0, BLOCK // rounding.BLOCK)
-    return first // rounding.BLOCK + rows, rows * rounding.BLOCK < left - first
+    return (row + rows) * (stride // rounding.BLOCK), rows * stride < left - row * stride
 
 
 @triton.jit
@@ -99,7 +105,7 @@ def state_pointers(
     row = t * NUM_POINTERS
     block = start // rounding.BLOCK
     if SHARED:
-        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, block, tl.float32, ALIGNED, MATH)
+        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, block, tl.bfloat16, ALIGNED, MATH)
     else:
         exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, ALIGNED, MATH)
     return (
@@ -112,12 +118,12 @@ def state_pointers(
 
 @triton.jit
 def load_moment(
-    pointer, scales, first, left, offsets, mask, TYPE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
+    pointer, scales, first, left, stride, offsets, mask, TYPE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A moment as it is stored, where SHARED one element per row; and the scales of 8-bit codes, [rows, 1]."""
-    rows, inside = block_tile(first, left, BLOCK)
+    """A moment as it is stored, where SHARED a tile's row means; and the scales of 8-bit codes, [rows, 1]."""
+    rows, inside = block_tile(first, left, stride, BLOCK)
     if SHARED:
-        return tl.load(pointer + rows, mask=inside, other=0.0), 0
+        return load_stored(pointer, rows, inside, tl.bfloat16), 0
     elif tl.uint8 == TYPE:
         scale = tl.load((scales + rows)[:, None], mask=inside[:, None], other=0)
         return tl.load(pointer + offsets, mask=mask, other=0), scale
@@ -134,7 +140,7 @@ def widen_moment(
     The factor of 8-bit codes goes with the decay rate, which is what multiplies a moment first.
     """
     if SHARED:
-        return stored, beta
+        return widen_row_means(stored), beta
     elif tl.uint8 == TYPE:
         value, factor = rounding.decode(stored, scale.to(tl.int32), SIGNED, MATH != rule.PORTABLE)
         return value, factor * beta
@@ -143,8 +149,14 @@ def widen_moment(
 
 
 @triton.jit
+def widen_row_means(stored):
+    """Means of tiles, which are few, as FP32."""
+    return rounding.from_bf16_bits(stored, False)
+
+
+@triton.jit
 def load_tile(
-    grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left,
+    grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left, stride,
     GRAD: tl.constexpr, PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, MOMENT: tl.constexpr,
     DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -152,12 +164,14 @@ def load_tile(
 
     What is not there is 0, a whole master stands in place of the weight, and exp_avg in place of exp_avg_sq.
     """
-    offsets, mask = tile(first, left, BLOCK, SHARED or tl.uint8 == MOMENT)
+    offsets, mask = tile(first, left, stride, BLOCK, SHARED or tl.uint8 == MOMENT)
     g = load_stored(grad, offsets, mask, GRAD)
-    m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, offsets, mask, MOMENT, False, BLOCK)
+    m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, stride, offsets, mask, MOMENT, False, BLOCK)
     v, v_scale = m, m_scale
     if DUAL:
-        v, v_scale = load_moment(exp_avg_sq, exp_avg_sq_scale, first, left, offsets, mask, MOMENT, SHARED, BLOCK)
+        v, v_scale = load_moment(
+            exp_avg_sq, exp_avg_sq_scale, first, left, stride, offsets, mask, MOMENT, SHARED, BLOCK
+        )
     remainder = 0
     if MASTER_FORM == WHOLE_MASTER:
         p = tl.load(master + offsets, mask=mask, other=0.0)
@@ -170,15 +184,12 @@ def load_tile(
 
 @triton.jit
 def store_moment(
-    pointer, scales, first, left, offsets, mask, x, noise, TYPE: tl.constexpr, SIGNED: tl.constexpr,
-    SHARED: tl.constexpr, STOCHASTIC: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    pointer, scales, first, left, stride, offsets, mask, x, noise, TYPE: tl.constexpr, SIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store a moment in the form in which :func:`load_moment` reads it; exp_avg_sq is saturated already."""
-    if SHARED:
-        rows, inside = block_tile(first, left, BLOCK)
-        tl.store((pointer + rows)[:, None], x[:, None], mask=inside[:, None])  # as a column: fewer registers
-    elif tl.uint8 == TYPE:
-        rows, inside = block_tile(first, left, BLOCK)
+    """Store a moment of every element in the form in which :func:`load_moment` reads it; exp_avg_sq is saturated."""
+    if tl.uint8 == TYPE:
+        rows, inside = block_tile(first, left, stride, BLOCK)
         codes, scale = rounding.encode(x, noise, SIGNED, STOCHASTIC, MATH != rule.PORTABLE)
         tl.store(pointer + offsets, codes, mask=mask)
         tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from luminav import rule
+from luminav import blocks, rule
 
 SMALLEST_DENOMINATOR = tl.constexpr(rule.SMALLEST_DENOMINATOR)
 FP16_EPS = tl.constexpr(rule.FP16_EPS)
@@ -21,6 +21,8 @@ TANH_RANGE = tl.constexpr(rule.TANH_RANGE)
 CLIFF_RATIO = tl.constexpr(rule.CLIFF_RATIO)
 CLIFF_FLOOR = tl.constexpr(rule.CLIFF_FLOOR)
 SMALLEST_RADIUS = tl.constexpr(rule.SMALLEST_RADIUS)
+SMALLEST_MEAN = tl.constexpr(rule.SMALLEST_MEAN)
+ROOT_OF_SHARE = tl.constexpr(blocks.BLOCK**-0.5)
 TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 
 # How elementary functions are computed.
@@ -54,13 +56,35 @@ def momentum(exp_avg, grad_share, beta1):
 
 
 @triton.jit
-def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr, SHARED: tl.constexpr):
-    """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST; where SHARED one v, [blocks], for each block."""
+def variance(exp_avg_sq, exp_avg, grad, beta2, root_one_minus_beta2, LARGEST: tl.constexpr):
+    """v ← β₂·v + (1−β₂)·(g − m)², saturated at LARGEST."""
     innovation = (grad - exp_avg) * root_one_minus_beta2
-    innovation_sq = innovation * innovation
-    if SHARED:
-        innovation_sq = tl.sum(innovation_sq, 1) * (1.0 / innovation_sq.shape[1])
-    return tl.minimum(tl.fma(exp_avg_sq, beta2, innovation_sq), LARGEST)
+    return tl.minimum(tl.fma(exp_avg_sq, beta2, innovation * innovation), LARGEST)
+
+
+@triton.jit
+def innovation_share(exp_avg, grad, root_one_minus_beta2):
+    """(1−β₂)·(g − m)²/64: what an element adds to the mean of its tile's row."""
+    innovation = (grad - exp_avg) * (root_one_minus_beta2 * ROOT_OF_SHARE)
+    return innovation * innovation
+
+
+@triton.jit
+def row_means(r, shares, beta2, LARGEST: tl.constexpr):
+    """r ← β₂·r + the sum of the shares [rows, 64], saturated at LARGEST."""
+    return tl.minimum(tl.fma(r, beta2, tl.sum(shares, 1)), LARGEST)
+
+
+@triton.jit
+def column_means(c, mean, beta2, LARGEST: tl.constexpr):
+    """c ← β₂·c + (1−β₂)·mean, with the factor in the mean, saturated at LARGEST."""
+    return tl.minimum(tl.fma(c, beta2, mean), LARGEST)
+
+
+@triton.jit
+def column_factors(c, mean, MATH: tl.constexpr):
+    """√(c/μ), by which √r is to be multiplied. Roots first: no quotient of theirs is beyond the range."""
+    return divide(sqrt(c, MATH), sqrt(tl.maximum(mean, SMALLEST_MEAN), MATH), MATH)
 
 
 # ---- direction and gate ----------------------------------------------------------------------------------------------
@@ -106,9 +130,9 @@ def tanh(x, MATH: tl.constexpr):
 
 
 @triton.jit
-def dual_direction(lookahead, exp_avg_sq, sigma_scale, sigma_floor, FLOORED: tl.constexpr, MATH: tl.constexpr):
-    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁; FLOORED unless ε·τ·b₁ is never below 1e-12."""
-    sigma = tl.fma(sqrt(exp_avg_sq, MATH), sigma_scale, sigma_floor)
+def dual_direction(lookahead, root, sigma_scale, sigma_floor, FLOORED: tl.constexpr, MATH: tl.constexpr):
+    """u = tanh(m̃ / max(σ, 1e-12)) with σ = (τ·b₁/√b₂)·√v + ε·τ·b₁, given √v; FLOORED unless ε·τ·b₁ is above 1e-12."""
+    sigma = tl.fma(root, sigma_scale, sigma_floor)
     if FLOORED:
         sigma = tl.maximum(sigma, SMALLEST_DENOMINATOR)
     return tanh(divide(lookahead, sigma, MATH), MATH)

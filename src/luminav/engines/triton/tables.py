@@ -4,7 +4,8 @@ A :class:`Launch` serves the tensors of some batches that share dtypes and struc
 device:
 
     pointers        int64  [tensors, NUM_POINTERS]   addresses of param, exp_avg, exp_avg_sq, master or remainder,
-                                                     and of the scales of 8-bit codes
+                                                     of the scales of 8-bit codes and of the column means of tiles;
+                                                     then the length of a row
     grads           int64  [tensors]                 addresses of the gradients; 0 for none. Refreshed when they change
     numels          int64  [tensors]
     first_programs  int32  [tensors]                 the first program of each tensor
@@ -28,8 +29,10 @@ import triton.language as tl
 from luminav import rule
 
 # Columns of `pointers`.
-PARAM, EXP_AVG, EXP_AVG_SQ, MASTER, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE = (tl.constexpr(i) for i in range(6))
-NUM_POINTERS = tl.constexpr(6)
+(
+    PARAM, EXP_AVG, EXP_AVG_SQ, MASTER, EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, EXP_AVG_SQ_COL, ROW_LENGTH,
+) = (tl.constexpr(i) for i in range(8))  # fmt: skip
+NUM_POINTERS = tl.constexpr(8)
 
 # How a weight is kept: in the parameter, in an FP32 master, or in a BF16 parameter and a 16-bit remainder.
 NO_MASTER, WHOLE_MASTER, SPLIT_MASTER = (tl.constexpr(i) for i in range(3))

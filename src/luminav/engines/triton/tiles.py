@@ -94,7 +94,11 @@ def store_row_means(
 
 @triton.jit
 def store_column_means(exp_avg_sq_col, left, c, first, second, low, STOCHASTIC: tl.constexpr):
-    """Store new column means, saturated; their noise is that of their first element, from a stream of their own."""
+    """Store new column means, saturated; their noise is that of their first element, from a stream of their own.
+
+    Every warp has loaded all of the old ones, and one warp stores: not before the last has loaded.
+    """
+    tl.debug_barrier()
     columns = tl.arange(0, rounding.BLOCK)
     x = rounding.element_hash(first, second, low + columns.to(tl.uint32))
     noise = rounding.stream(x, rounding.EXP_AVG_SQ_COL_STREAM, 16)

@@ -38,6 +38,7 @@ SMALL_SHAPES: tuple[tuple[int, ...], ...] = (
     (4097,),
     (8209,),
     (131, 64),
+    (70, 3, 64),
 )
 """One element, primes, 2^k ± 1, nothing at all; aligned or not; one program and several; state in blocks."""
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from luminav.distributed import _cut_at_panels
 from luminav.engines.bundle import Bundle, Piece, Workspace, cut
 from luminav.layout import Layout, held_indices
 
@@ -50,7 +51,7 @@ def engines_index(layout: Layout, shape: torch.Size, limit: int) -> Tensor:
 
 
 def indices(step: Any, piece: Piece) -> Tensor:
-    low, high, start = Bundle([step], [piece], Workspace(piece.numel, torch.device("cpu")))._element_index()
+    low, high, start = Bundle([step], [piece], Workspace(piece.numel, torch.device("cpu")))._element_index
     return ((low.long() + start) & 0xFFFFFFFF) + (torch.as_tensor(high).long() << 32)
 
 
@@ -118,3 +119,30 @@ def test_irregular_strides_are_refused() -> None:
     """Runs at uneven distances have no closed form. 14 rows in 3 pieces: 5, 5 and 4."""
     with pytest.raises(RuntimeError, match="do not repeat regularly"):
         Layout.of((14, 2), held_indices((14, 2), Mesh((2,), (1,)), (strided(0, 3),)))
+
+
+PANEL_CASES = [
+    ((2,), (Shard(0),)), ((3,), (Shard(0),)), ((2,), (Shard(1),)), ((4,), (Shard(1),)), ((2,), (Replicate(),)),
+    ((2, 2), (Shard(0), Shard(0))), ((2, 2), (Shard(0), Shard(1))), ((2, 2), (Replicate(), Shard(0))),
+    ((2, 2), (strided(0, 2), Shard(0))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "placements"), PANEL_CASES, ids=str)
+def test_panels_are_whole_where_torchs_shards_of_rows_are_those_of_panels(
+    sizes: tuple[int, ...], placements: tuple[Any, ...]
+) -> None:
+    """Column means are sharded as the parameter is: every rank must hold the elements of its columns of panels."""
+    found = set()
+    for rows, row in itertools.product((1, 64, 65, 127, 128, 130, 191, 192, 255, 256, 383, 384), (128, 256)):
+        panels, whole = -(-rows // 64), True
+        for coordinate in itertools.product(*map(range, sizes)):
+            mesh = Mesh(sizes, coordinate)
+            ours = torchs_part(torch.arange(rows * row).view(rows, row), mesh, placements).flatten()
+            columns = torchs_part(torch.arange(panels * row).view(panels, row), mesh, placements).flatten()
+            of_element = torch.arange(rows * row).view(rows, row)
+            wanted = of_element[torch.isin(of_element // row // 64 * row + of_element % row, columns)]
+            whole &= torch.equal(ours.sort()[0], wanted) and bool((ours.view(-1)[::64] % 64 == 0).all())
+        assert _cut_at_panels(rows, panels, row, sizes, placements) == whole, (rows, row)
+        found.add(whole)
+    assert True in found and (False in found or not any(p == Shard(0) for p in placements))

@@ -6,6 +6,7 @@ cannot differ.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -62,7 +63,7 @@ RESERVE = 1 * GIB
 # Upper limits of the Triton engine's tables, listed in engines/triton/tables.py.
 TABLE_BYTES_PER_TENSOR = 512
 TABLE_BYTES_PER_PROGRAM = 28
-PROGRAM_NUMEL = 8192  # but for a variance of tiles, of which each has a program
+PROGRAM_NUMEL, PROGRAM_TILES = 8192, 4
 FOREACH_TEMPORARIES = 16  # FP32, of a piece each: 16 MiB on a CPU, row step/cpu-gpt2/luminav-none-exact/scratch
 
 
@@ -377,5 +378,6 @@ def _scratch(trainable: Sequence[Tensor], device: torch.device, options: Mapping
 def _num_programs(param: Tensor, options: Options) -> int:
     """How many programs of the Triton engine serve a parameter."""
     if has_block_variance(param, options):
-        return panel_shape(param)[0] * block_shape(param)[1]
+        tiles = block_shape(param)[1]  # side by side
+        return panel_shape(param)[0] * (tiles // math.gcd(tiles, PROGRAM_TILES))
     return -(-param.numel() // PROGRAM_NUMEL)

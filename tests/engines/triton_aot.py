@@ -93,7 +93,7 @@ def calls_of(
         return torch.zeros(numel, dtype=dtype) if wanted else None
 
     step = TensorStep(
-        param=torch.zeros((64, blocks) if shared else numel, dtype=dtype),
+        param=torch.zeros((numel // 256, 256) if shared else numel, dtype=dtype),
         grad=torch.zeros(numel, dtype=dtype),
         exp_avg=torch.zeros(numel, dtype=moment),
         exp_avg_sq=new(BF16, numel=blocks) if shared else new(moment, options.buffer == 2),

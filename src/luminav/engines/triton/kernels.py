@@ -58,7 +58,7 @@ from luminav.engines.triton.tables import (
 )
 from luminav.engines.triton.tiles import (
     column_pointer,
-    place_tile,
+    place_tiles,
     store_column_means,
     store_row_means,
     tile_variance,
@@ -67,11 +67,12 @@ from luminav.engines.triton.tiles import (
 
 @triton.jit
 def place_program(
-    pid, t, pointers, first_programs, numels, SPAN: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr
-):
+    pid, t, pointers, first_programs, numels, SPAN: tl.constexpr, SHARED: tl.constexpr, ALIGNED: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
     """Which of its tensor's programs this is, its first element, how many are left, and how far apart its rows are."""
     if SHARED:
-        chunk, start, left, stride = place_tile(pid, t, pointers, first_programs, numels)
+        chunk, start, left, stride = place_tiles(pid, t, pointers, first_programs, numels, TILES)
     else:
         chunk, start, left = place(pid, t, first_programs, numels, SPAN, ALIGNED)
         stride = rounding.BLOCK
@@ -122,7 +123,7 @@ def gated_direction(
     if DUAL:
         if SHARED:
             v = rule.row_means(v, rule.innovation_share(m, g, root_one_minus_beta2), v_decay, largest(tl.bfloat16))
-            root = rule.sqrt(v, MATH)[:, None] * factors[None, :]
+            root = rule.sqrt(v, MATH)[:, None] * factors
         else:
             v = rule.variance(v, m, g, v_decay, root_one_minus_beta2, largest(MOMENT))
             root = rule.sqrt(v, MATH)
@@ -160,10 +161,10 @@ def lookahead_kernel(
     squares = zeros(BLOCK, tl.float64, IN_BLOCKS, 1)
     beta1, w1, grad_scale = tl.load(n + BETA1), tl.load(n + ONE_MINUS_BETA1), tl.load(n + GRAD_SCALE)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        offsets, mask = tile(i * BLOCK, left, rounding.BLOCK, BLOCK, IN_BLOCKS)
+        offsets, mask = tile(i * BLOCK, left, rounding.BLOCK, BLOCK, IN_BLOCKS, 1)
         g, _special = clean_grad(load_stored(grad, offsets, mask, GRAD), grad_scale, GRAD, SCALED, MATH, PAIRS)
         m, scale = load_moment(
-            exp_avg, exp_avg_scale, i * BLOCK, left, rounding.BLOCK, offsets, mask, MOMENT, False, BLOCK
+            exp_avg, exp_avg_scale, i * BLOCK, left, rounding.BLOCK, offsets, mask, MOMENT, False, BLOCK, 1
         )
         m, m_decay = widen_moment(m, scale, beta1, MOMENT, SIGNED=True, SHARED=False, MATH=MATH)
         share = g * w1
@@ -178,7 +179,7 @@ def measure_kernel(
     PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr,
     MATH: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
     pid = tl.program_id(0)
@@ -186,7 +187,7 @@ def measure_kernel(
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     _, start, left, stride = place_program(
-        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED, TILES
     )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
@@ -209,13 +210,13 @@ def measure_kernel(
         exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)
         _, factors = tile_variance(
             grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
-            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS,
+            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS, STAGES, TILES,
         )  # fmt: skip
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
-        _offsets, mask = tile(i * BLOCK, left, stride, BLOCK, IN_BLOCKS)
+        _offsets, mask = tile(i * BLOCK, left, stride, BLOCK, IN_BLOCKS, TILES)
         g, stored, remainder, m, v, m_scale, v_scale = load_tile(
             grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, i * BLOCK, left, stride,
-            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
+            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK, TILES,
         )  # fmt: skip
         g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
         before = widen_weight(stored, remainder, PARAM_TYPE, MASTER_FORM, MATH)
@@ -299,7 +300,7 @@ def update_kernel(
     DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr,
     COORDINATE: tl.constexpr, STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr,
     MATH: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
+    ITERATIONS: tl.constexpr, STAGES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store new weights and moments; with GATHER also leave each program's share of the sums."""
     pid = tl.program_id(0)
@@ -309,7 +310,7 @@ def update_kernel(
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     chunk, start, left, stride = place_program(
-        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED
+        pid, t, pointers, first_programs, numels, BLOCK * ITERATIONS, SHARED, ALIGNED, TILES
     )
     n = numbers + t * NUMBERS_WIDTH
     row = t * NUM_POINTERS
@@ -335,15 +336,15 @@ def update_kernel(
         exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)
         columns, factors = tile_variance(
             grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_col, left, stride, beta1, w1, beta2, w2, grad_scale,
-            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS,
+            GRAD, MOMENT, SCALED, MATH, PAIRS, BLOCK, ITERATIONS, STAGES, TILES,
         )  # fmt: skip
-        store_column_means(exp_avg_sq_col, left, columns, first, second, low, STOCHASTIC)
+        store_column_means(exp_avg_sq_col, left, columns, first, second, low, STOCHASTIC, TILES)
     for i in tl.range(0, ITERATIONS, num_stages=STAGES):
         start_of_tile = i * BLOCK
-        offsets, mask = tile(start_of_tile, left, stride, BLOCK, IN_BLOCKS)
+        offsets, mask = tile(start_of_tile, left, stride, BLOCK, IN_BLOCKS, TILES)
         g, stored, remainder, m, v, m_scale, v_scale = load_tile(
             grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, start_of_tile, left, stride,
-            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK,
+            GRAD, PARAM_TYPE, MASTER_FORM, MOMENT, DUAL, SHARED, BLOCK, TILES,
         )  # fmt: skip
         g, special_grad = clean_grad(g, grad_scale, GRAD, SCALED, MATH, PAIRS)
         before = widen_weight(stored, remainder, PARAM_TYPE, MASTER_FORM, MATH)
@@ -360,7 +361,7 @@ def update_kernel(
         change = rule.delta(kept, p, step_size, bound_ratio, COORDINATE, tl.float16 == PARAM_TYPE, MATH)
         moved = rule.decay_and_move(p, change, decay)
         x = rounding.element_hash(first, second, low + offsets.to(tl.uint32))
-        _, write = tile(start_of_tile, left_of_weights, stride, BLOCK, IN_BLOCKS)
+        _, write = tile(start_of_tile, left_of_weights, stride, BLOCK, IN_BLOCKS, TILES)
         if MASTER_FORM != NO_MASTER:
             store_master(master, param, offsets, write, moved, before, special, PARAM_TYPE, MASTER_FORM)
         else:
@@ -369,15 +370,15 @@ def update_kernel(
         noise = rounding.moment_stream(x, SIGNED=True, MOMENT=MOMENT)
         store_moment(
             exp_avg, exp_avg_scale, start_of_tile, left, stride, offsets, mask, m, noise, MOMENT,
-            SIGNED=True, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
+            SIGNED=True, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK, TILES=TILES,
         )  # fmt: skip
         if SHARED:
-            store_row_means(exp_avg_sq, start_of_tile, left, stride, v, first, second, low, STOCHASTIC, BLOCK)
+            store_row_means(exp_avg_sq, start_of_tile, left, stride, v, first, second, low, STOCHASTIC, BLOCK, TILES)
         elif DUAL:
             noise = rounding.moment_stream(x, SIGNED=False, MOMENT=MOMENT)
             store_moment(
                 exp_avg_sq, exp_avg_sq_scale, start_of_tile, left, stride, offsets, mask, v, noise, MOMENT,
-                SIGNED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK,
+                SIGNED=False, STOCHASTIC=STOCHASTIC, MATH=MATH, PAIRS=PAIRS, BLOCK=BLOCK, TILES=TILES,
             )  # fmt: skip
     if GATHER:
         store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS)

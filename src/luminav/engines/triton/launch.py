@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import struct
 from array import array
@@ -53,6 +54,9 @@ IN_WHOLE = Shape(block=1024, iterations=SPAN // 1024, num_warps=4, stages=4, max
 IN_CODES = Shape(block=256, iterations=SPAN // 256, num_warps=1, stages=4, maxnreg=96)
 """A program of one warp: scales change hands within it, and no warp waits for another."""
 
+MOST_TILES = 4
+"""Tiles of a program: 256 columns are pieces of 512 bytes of BF16."""
+
 TRITON_TYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -76,10 +80,12 @@ class Kind:
     floored: bool
     """Whether σ may be below the smallest denominator; False without a variance."""
     shared: bool
-    """Whether exp_avg_sq is the row means of tiles, of which each program serves one."""
+    """Whether exp_avg_sq is the row means of tiles."""
     cautious: bool
     coordinate: bool
     stochastic: bool
+    tiles: int
+    """Of those, how many side by side a program serves; else 1."""
     aligned: bool
     """Addresses and lengths are multiples of 16, so that loads and stores are vectors."""
 
@@ -87,15 +93,15 @@ class Kind:
     def shape(self) -> Shape:
         """How its programs are laid out."""
         shape = IN_CODES if self.moment == torch.uint8 else IN_WHOLE
-        if self.shared:  # whose second loop finds in the cache what the first has loaded
-            return replace(shape, stages=1, iterations=PANEL_ROWS * BLOCK // shape.block)
+        if self.shared:
+            shape = replace(shape, iterations=PANEL_ROWS * BLOCK * self.tiles // shape.block)
         return shape if self.aligned else replace(shape, stages=1)  # loads of single elements are not worth it
 
     def num_programs(self, step: TensorStep) -> int:
         """How many programs serve a tensor; an empty one still counts steps."""
         numel, row = step.param.numel(), max(step.row_length, 1)
-        tiles = -(-numel // (PANEL_ROWS * row)) * (row // BLOCK)
-        return max(1, tiles if self.shared else -(-numel // SPAN))
+        in_tiles = -(-numel // (PANEL_ROWS * row)) * (row // (BLOCK * self.tiles))
+        return max(1, in_tiles if self.shared else -(-numel // SPAN))
 
     @classmethod
     def of(cls, step: TensorStep, options: Options) -> Kind:
@@ -111,6 +117,7 @@ class Kind:
             cautious=options.cautious,
             coordinate=options.bound and options.bound_type == "coordinate",
             stochastic=options.stochastic_rounding,
+            tiles=math.gcd(step.row_length // BLOCK, MOST_TILES) if step.in_tiles else 1,
             aligned=step.param.numel() % ALIGNMENT == 0 and all(address % ALIGNMENT == 0 for address in addresses),
         )
 
@@ -296,8 +303,8 @@ class Launch:
         self._launch(
             ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
             *self._common(), self.partials, PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
-            DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious, MATH=self.math, **self._types(),
-            **self._shape(),
+            DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious, MATH=self.math, TILES=kind.tiles,
+            **self._types(), **self._shape(),
         )  # fmt: skip
 
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
@@ -317,7 +324,7 @@ class Launch:
             *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
             MASTER_FORM=kind.master, DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious,
             COORDINATE=kind.coordinate, STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset,
-            **self._types(), **self._shape(),
+            TILES=kind.tiles, **self._types(), **self._shape(),
         )  # fmt: skip
 
     def set_denominators(self, per_tensor: Tensor | None, rows: Tensor) -> None:

@@ -55,16 +55,17 @@ def master_pointer(table, row, start, FORM: tl.constexpr, ALIGNED: tl.constexpr,
 
 
 @triton.jit
-def tile(first, left, stride, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr):
+def tile(first, left, stride, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr, TILES: tl.constexpr):
     """Offsets of a program's elements from `first` to `first` + BLOCK, and which of them are below `left`.
 
-    For state in blocks they are rows of 64, each `stride` after the one before: 64 where elements are consecutive, a
-    whole row where they are a tile.
+    For state in blocks they are [blocks, 64]: TILES blocks of a row, then as many of the next one, which begins
+    `stride` elements later. Where elements are consecutive every block is such a row.
     """
     if IN_BLOCKS:
-        begin = first // rounding.BLOCK * stride
-        rows = tl.arange(0, BLOCK // rounding.BLOCK)
-        inside = rows[:, None] * stride + tl.arange(0, rounding.BLOCK)[None, :]
+        begin = first // (rounding.BLOCK * TILES) * stride
+        block = tl.arange(0, BLOCK // rounding.BLOCK)
+        block = block // TILES * stride + block % TILES * rounding.BLOCK
+        inside = block[:, None] + tl.arange(0, rounding.BLOCK)[None, :]
         return begin + inside, inside < left - begin
     else:
         offsets = first + tl.arange(0, BLOCK)
@@ -90,11 +91,12 @@ def total(x, IN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def block_tile(first, left, stride, BLOCK: tl.constexpr):
-    """For a tile of 64-element rows: offsets of what is kept per row, and which rows there are."""
-    row = first // rounding.BLOCK
-    rows = tl.arange(0, BLOCK // rounding.BLOCK)
-    return (row + rows) * (stride // rounding.BLOCK), rows * stride < left - row * stride
+def block_tile(first, left, stride, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """For a :func:`tile` in blocks: offsets of what is kept per block, and which blocks there are."""
+    row = first // (rounding.BLOCK * TILES)
+    block = tl.arange(0, BLOCK // rounding.BLOCK)
+    rows = block // TILES
+    return (row + rows) * (stride // rounding.BLOCK) + block % TILES, rows * stride < left - row * stride
 
 
 @triton.jit
@@ -103,25 +105,27 @@ def state_pointers(
 ):
     """A program's part of exp_avg and exp_avg_sq, and of the scales of their 8-bit codes."""
     row = t * NUM_POINTERS
-    block = start // rounding.BLOCK
+    block = start // rounding.BLOCK  # of a tile, not a multiple of anything
+    IN_VECTORS: tl.constexpr = ALIGNED and not SHARED
     if SHARED:
-        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, block, tl.bfloat16, ALIGNED, MATH)
+        exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, block, tl.bfloat16, IN_VECTORS, MATH)
     else:
         exp_avg_sq = tensor_pointer(pointers, row + EXP_AVG_SQ, start, MOMENT, ALIGNED, MATH)
     return (
         tensor_pointer(pointers, row + EXP_AVG, start, MOMENT, ALIGNED, MATH),
         exp_avg_sq,
-        tensor_pointer(pointers, row + EXP_AVG_SCALE, block, tl.uint8, ALIGNED, MATH),
-        tensor_pointer(pointers, row + EXP_AVG_SQ_SCALE, block, tl.uint8, ALIGNED, MATH),
+        tensor_pointer(pointers, row + EXP_AVG_SCALE, block, tl.uint8, IN_VECTORS, MATH),
+        tensor_pointer(pointers, row + EXP_AVG_SQ_SCALE, block, tl.uint8, IN_VECTORS, MATH),
     )
 
 
 @triton.jit
 def load_moment(
-    pointer, scales, first, left, stride, offsets, mask, TYPE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A moment as it is stored, where SHARED a tile's row means; and the scales of 8-bit codes, [rows, 1]."""
-    rows, inside = block_tile(first, left, stride, BLOCK)
+    pointer, scales, first, left, stride, offsets, mask, TYPE: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """A moment as it is stored, where SHARED the row means of tiles; and the scales of 8-bit codes, [blocks, 1]."""
+    rows, inside = block_tile(first, left, stride, BLOCK, TILES)
     if SHARED:
         return load_stored(pointer, rows, inside, tl.bfloat16), 0
     elif tl.uint8 == TYPE:
@@ -158,19 +162,19 @@ def widen_row_means(stored):
 def load_tile(
     grad, param, master, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, first, left, stride,
     GRAD: tl.constexpr, PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, MOMENT: tl.constexpr,
-    DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    DUAL: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """All of a tile as it is stored: gradient, weight, remainder, and the moments with their scales.
 
     What is not there is 0, a whole master stands in place of the weight, and exp_avg in place of exp_avg_sq.
     """
-    offsets, mask = tile(first, left, stride, BLOCK, SHARED or tl.uint8 == MOMENT)
+    offsets, mask = tile(first, left, stride, BLOCK, SHARED or tl.uint8 == MOMENT, TILES)
     g = load_stored(grad, offsets, mask, GRAD)
-    m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, stride, offsets, mask, MOMENT, False, BLOCK)
+    m, m_scale = load_moment(exp_avg, exp_avg_scale, first, left, stride, offsets, mask, MOMENT, False, BLOCK, TILES)
     v, v_scale = m, m_scale
     if DUAL:
         v, v_scale = load_moment(
-            exp_avg_sq, exp_avg_sq_scale, first, left, stride, offsets, mask, MOMENT, SHARED, BLOCK
+            exp_avg_sq, exp_avg_sq_scale, first, left, stride, offsets, mask, MOMENT, SHARED, BLOCK, TILES
         )
     remainder = 0
     if MASTER_FORM == WHOLE_MASTER:
@@ -185,11 +189,11 @@ def load_tile(
 @triton.jit
 def store_moment(
     pointer, scales, first, left, stride, offsets, mask, x, noise, TYPE: tl.constexpr, SIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, MATH: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store a moment of every element in the form in which :func:`load_moment` reads it; exp_avg_sq is saturated."""
     if tl.uint8 == TYPE:
-        rows, inside = block_tile(first, left, stride, BLOCK)
+        rows, inside = block_tile(first, left, stride, BLOCK, TILES)
         codes, scale = rounding.encode(x, noise, SIGNED, STOCHASTIC, MATH != rule.PORTABLE)
         tl.store(pointer + offsets, codes, mask=mask)
         tl.store((scales + rows)[:, None], scale.to(tl.uint8), mask=inside[:, None])

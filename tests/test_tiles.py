@@ -277,6 +277,21 @@ def test_one_variance_per_block_is_refused() -> None:
         assert torch.equal(param, weight)
 
 
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_column_means_that_round_to_zero_are_no_missing_half(stochastic: bool) -> None:
+    """One row's gradient, so small that a 64th of its square is below BF16: the state's own file loads."""
+    param = parameter(normal((64, 64), 0), torch.float32)
+    optimizer = LuminaV([param], **TILES, stochastic_rounding=stochastic)
+    param.grad = torch.zeros(64, 64)
+    param.grad[0] = 1e-18  # (1−β₂)·1e-36 in the row's mean, and 1.6e-41 in each column's
+    optimizer.step()
+    optimizer.state[param]["exp_avg_sq_col"].zero_()  # as some noise would have it
+    assert optimizer.state[param]["exp_avg_sq"].any()
+    before = state_of(optimizer, [param])
+    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_state(state_of(optimizer, [param]), before)
+
+
 @pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg_sq_col"])
 def test_means_of_another_shape_are_refused(key: str) -> None:
     param = parameter(normal((64, 128), 0), torch.bfloat16)

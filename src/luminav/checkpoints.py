@@ -14,6 +14,7 @@ from torch import Tensor
 from luminav.blocks import BLOCK, LARGEST_SCALE, CodeFormat, in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
+from luminav.rule import SMALLEST_MEAN
 from luminav.state import (
     MOMENTS,
     NO_COLUMN_MEANS,
@@ -211,12 +212,17 @@ def loaded_state(
                 "damaged?"
             )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
-    if "exp_avg_sq_col" in state and local(state["exp_avg_sq"]).any() and not local(state["exp_avg_sq_col"]).any():
+    if "exp_avg_sq_col" in state and _lacks_columns(local(state["exp_avg_sq"]), local(state["exp_avg_sq_col"])):
         raise ValueError(NO_COLUMN_MEANS.format(where))  # what reads files into other state has left out the one half
     for key, form in MOMENTS:
         if f"{key}_scale" in state and state[key].dtype == torch.uint8:
             _check_scales(state[f"{key}_scale"], state[key], key, form, where)
     return state
+
+
+def _lacks_columns(rows: Tensor, columns: Tensor) -> bool:
+    """Whether all column means of tiles are 0 and the row means say otherwise; tiny ones round to 0 before these do."""
+    return bool((rows > SMALLEST_MEAN).any()) and not bool(columns.any())
 
 
 def _form_of(

@@ -200,11 +200,7 @@ def measure_kernel(
     IN_BLOCKS: tl.constexpr = SHARED or tl.uint8 == MOMENT
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    TOGETHER: tl.constexpr = (128 // PARAM_TYPE.primitive_bitwidth) if ALIGNED else 1  # what a thread loads at once
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
-    pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    counts, pairs, direction_sq, param_sq = no_sums(PARAM_TYPE, BLOCK, IN_BLOCKS, ALIGNED)
     factors = 0.0
     if SHARED:
         exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)
@@ -230,6 +226,18 @@ def measure_kernel(
         direction_sq = add_up(direction_sq, kept, True)
         param_sq = add_up(param_sq, p, True)
     store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOCKS)
+
+
+@triton.jit
+def no_sums(PARAM_TYPE: tl.constexpr, BLOCK: tl.constexpr, IN_BLOCKS: tl.constexpr, ALIGNED: tl.constexpr):
+    """What a program's sums start from: both of :func:`count`, Σ(keep·u)², Σp². One number for what a thread loads."""
+    TOGETHER: tl.constexpr = (128 // PARAM_TYPE.primitive_bitwidth) if ALIGNED else 1
+    return (
+        zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER),
+        zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER),
+        zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER),
+        zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER),
+    )
 
 
 @triton.jit
@@ -326,11 +334,7 @@ def update_kernel(
     left_of_weights = tl.where(tl.load(n + LR) == 0.0, 0, left)  # η = 0 leaves every weight as it is, −0 too
     beta1, w1, beta2, w2, sigma_scale, sigma_floor = direction_numbers(n, DUAL)
     grad_scale = tl.load(n + GRAD_SCALE)
-    TOGETHER: tl.constexpr = (128 // PARAM_TYPE.primitive_bitwidth) if ALIGNED else 1  # what a thread loads at once
-    counts = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
-    pairs = zeros(BLOCK, tl.int32, IN_BLOCKS, TOGETHER)
-    direction_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
-    param_sq = zeros(BLOCK, tl.float32, IN_BLOCKS, TOGETHER)
+    counts, pairs, direction_sq, param_sq = no_sums(PARAM_TYPE, BLOCK, IN_BLOCKS, ALIGNED)
     factors = 0.0
     if SHARED:
         exp_avg_sq_col = column_pointer(pointers, t, start, stride, ALIGNED, MATH)

@@ -366,10 +366,10 @@ def test_triton_tables_are_no_larger(mode: str) -> None:
     """Made on the CPU; nothing is launched."""
     pytest.importorskip("triton")
     from luminav.engines.batch import Batch, TensorStep
-    from luminav.engines.triton.launch import SPAN, Kind, Launch
+    from luminav.engines.triton.launch import MOST_TILES, SPAN, Kind, Launch
     from luminav.hyperparameters import Options
 
-    assert SPAN >= planner.PROGRAM_NUMEL
+    assert SPAN >= planner.PROGRAM_NUMEL and MOST_TILES == planner.PROGRAM_TILES
     tiles = mode == "none, block variance"
     shapes = [(64, 64), (1, 8192), (130, 3, 1024)] if tiles else [(5,), (300_000,), (64,)]
     options = Options.from_group(dict(planner.MODES)[mode])

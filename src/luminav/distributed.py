@@ -53,16 +53,9 @@ def local(tensor: Tensor) -> Tensor:
     return held.wait() if hasattr(held, "wait") else held
 
 
-def which_are_dtensors(tensors: Sequence[Tensor]) -> list[bool]:
-    """:func:`is_dtensor` of many."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return [False] * len(tensors) if module is None else [isinstance(tensor, module.DTensor) for tensor in tensors]
-
-
-def held(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """:func:`local` of many; of a DTensor the very object that it holds, and not another view of it."""
-    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return [part.wait() if hasattr(part, "wait") else part for part in parts]
+def held(tensor: Tensor) -> Tensor:
+    """The very object that a DTensor holds, perhaps not yet communicated; another tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:

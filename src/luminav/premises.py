@@ -18,7 +18,7 @@ from torch import Tensor
 
 from luminav.assembly import Pending, Work
 from luminav.custody import Custody
-from luminav.distributed import held, which_are_dtensors
+from luminav.distributed import held, is_dtensor
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, TensorStep, lie_as_they_read
 from luminav.hyperparameters import OPTIONS
 from luminav.state import ParamState, Written, versions
@@ -88,11 +88,10 @@ class Premises:
             item.grad = step.grad = None  # or the gradients of this step would stay in memory for good
 
     def _note_forms(self) -> None:
-        self._are_dtensors = which_are_dtensors(self.params)
+        self._are_dtensors = list(map(is_dtensor, self.params))
         self._placements = list(map(_placement, compress(self.params, self._are_dtensors)))
-        self._forms = list(map(_form, self.parts))
-        self._grad_forms = [_form(step.present_grad) for step in self.steps]
-        self._params_are_alike = self._grads_are_alike = never_alike
+        self._forms = Forms(self.parts)
+        self._grad_forms = Forms([step.present_grad for step in self.steps])
         self._param_addresses = list(map(Tensor.data_ptr, self.parts))
 
     def _note_state(self, custody: Custody, tables: Sequence[Tensor]) -> None:
@@ -152,12 +151,8 @@ class Premises:
     def _same_params(self) -> bool:
         """Whether the weights lie where they lay, in the same form: ``param.data = …`` leaves no other trace."""
         parts = self._placed(self.params)
-        if parts is None:
+        if parts is None or not self._forms.fit(parts):
             return False
-        if not self._params_are_alike(*parts):
-            if not _have_forms(parts, self._forms):
-                return False
-            self._params_are_alike = likeness(parts)
         return list(map(Tensor.data_ptr, parts)) == self._param_addresses
 
     def _same_grads(self) -> bool:
@@ -167,16 +162,12 @@ class Premises:
         present = [grad for param in self.params if (grad := param.grad) is not None]
         if len(present) == len(self.params):
             grads = self._placed(present)
-            if grads is None:
+            if grads is None or not self._grad_forms.fit(grads):
                 return False
-            if not self._grads_are_alike(*grads):
-                if not _have_forms(grads, self._grad_forms):
-                    return False
-                self._grads_are_alike = likeness(grads)
             addresses = _addresses(grads)
         else:
             has_grad = [param.grad is not None for param in self.params]
-            if self._placements or not _have_forms(present, list(compress(self._grad_forms, has_grad))):
+            if self._placements or not self._grad_forms.fit_some(present, has_grad):
                 return False
             found = iter(_addresses(present))
             addresses = [next(found) if has else 0 for has in has_grad]
@@ -190,10 +181,10 @@ class Premises:
         """What is here of all parameters or all gradients; None if any is not placed as its parameter was."""
         if not self._placements:
             return tensors
-        ours = which_are_dtensors(tensors)
+        ours = list(map(is_dtensor, tensors))
         if ours != self._are_dtensors or list(map(_placement, compress(tensors, ours))) != self._placements:
             return None
-        return held(tensors)
+        return [part.wait() if hasattr(part, "wait") else part for part in map(held, tensors)]
 
     def _same_state(self, custody: Custody) -> bool:
         """Whether the state holds the very same objects, and these the same memory.
@@ -255,16 +246,35 @@ def _addresses(grads: Sequence[Tensor]) -> list[int]:
     return [address or NOT_NULL for address in addresses] if 0 in addresses else addresses
 
 
-def _have_forms(tensors: Sequence[Tensor], forms: list[Any]) -> bool:
-    """Whether these are tensors of these forms, and lie in memory as they read."""
-    return list(map(_form, tensors)) == forms and lie_as_they_read(tensors)
+class Forms:
+    """The forms of tensors, with a quick test of others.
+
+    Args:
+        tensors: The tensors, of which none is kept.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._forms = list(map(_form, tensors))
+        self._are_alike: Callable[..., bool] = never_alike
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these have the forms, one by one, and lie in memory as they read."""
+        if not self._are_alike(*tensors):
+            if not self.fit_some(tensors, [True] * len(tensors)):
+                return False
+            self._are_alike = likeness(tensors)
+        return True
+
+    def fit_some(self, tensors: Sequence[Tensor], which: Sequence[bool]) -> bool:
+        """As :meth:`fit`, where there are tensors for some of the forms only."""
+        return list(map(_form, tensors)) == list(compress(self._forms, which)) and lie_as_they_read(tensors)
 
 
 def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A test whether other tensors have these ones' types, dtypes, devices, layouts, shapes and strides, in one call.
 
     It is what torch.compile guards a graph's inputs with, and like all that is private in torch it may be gone one day:
-    then, as for tensors that differ in their strides only, the test says False, and :func:`_have_forms` decides.
+    then, as for tensors that differ in their strides only, the test says False, and :class:`Forms` compares them.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     maker = getattr(guards, "TensorGuards", None)

@@ -17,7 +17,7 @@ from luminav.assembly import UNSCALED, Scaling, Work, numbers_of_all
 from luminav.custody import Custody
 from luminav.engines import give_up_triton
 from luminav.premises import Premises
-from luminav.state import KEPT_SCALES, Written
+from luminav.state import KEPT_SCALES
 
 
 class TritonFailed(Exception):
@@ -37,7 +37,35 @@ class TritonFailed(Exception):
         warnings.warn(message, RuntimeWarning, stacklevel=5)
 
 
-class Replay:
+class KeptStep:
+    """What a step that is kept was built from, and the tables behind its state.
+
+    Args:
+        works: The works of a step that the Triton engine serves alone.
+        launches: Their launches.
+    """
+
+    def __init__(self, works: Sequence[Work], launches: Sequence[Any]) -> None:
+        self.premises = Premises(works)
+        self._works, self._launches = list(works), list(launches)
+        places = {id(step): place for place, step in enumerate(self.premises.steps)}
+        self._places = [[places[id(step)] for step in launch.steps_of] for launch in launches]
+        """For each launch, where its tensors stand among the premises'."""
+
+    def remember(self, groups: list[dict[str, Any]], custody: Custody, *, alone: bool) -> None:
+        """Note what the step was built from, after it. Step counts must be views of the launches' tables by now.
+
+        Args:
+            groups: The optimizer's groups.
+            custody: The optimizer's state.
+            alone: Whether these parameters are all that take a step, so that none of the others may have a gradient.
+        """
+        in_vectors = [step for launch in self._launches if launch.kind.aligned for step in launch.steps_of]
+        tables = [self.premises.items[places[0]].state["step"] for places in self._places]
+        self.premises.remember(groups, custody, alone=alone, in_vectors=in_vectors, tables=tables)
+
+
+class Replay(KeptStep):
     """The launches of a step.
 
     It is made and compiled before anything is written, and touches the optimizer's state only in :meth:`remember`, when
@@ -48,37 +76,24 @@ class Replay:
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
-        self._works = list(works)
         engine: Any = works[0].engine
         self.early: list[Any] = engine.launches([work.batch for work in works if work.early])
         self.late: list[Any] = engine.launches([work.batch for work in works if not work.early])
-        self._launches = self.early + self.late
-        self.premises = Premises(works)
-        places = {id(step): place for place, step in enumerate(self.premises.steps)}
-        self._places = [[places[id(step)] for step in launch.steps_of] for launch in self._launches]
-        self._in_order = [own == list(range(len(places))) for own in self._places]
+        super().__init__(works, self.early + self.late)
+        self._in_order = [own == list(range(len(self.premises.steps))) for own in self._places]
         self._kernels: list[tuple[Any, list[Any]]] | None = None
         self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
         self._compiled: tuple[bool, bool] | None = None
 
     def remember(self, groups: list[dict[str, Any]], custody: Custody, *, alone: bool) -> None:
-        """Note what the launches were built from, after their first step.
-
-        Args:
-            groups: The optimizer's groups.
-            custody: The optimizer's state. Step counts and kept scales become views of the tables that kernels write.
-            alone: Whether these parameters are all that take a step, so that none of the others may have a gradient.
-        """
-        items = self.premises.items
+        """As :meth:`KeptStep.remember`; step counts and kept scales become views of the tables that kernels write."""
         for launch, places in zip(self._launches, self._places, strict=True):
             for row, place in enumerate(places):
-                item = items[place]
+                item = self.premises.items[place]
                 item.state["step"] = launch.steps[row]
                 if item.options.fused_single_pass:
                     item.state.update(zip(KEPT_SCALES, launch.kept_scales[row].unbind(), strict=True))
-        in_vectors = [step for launch in self._launches if launch.kind.aligned for step in launch.steps_of]
-        tables = [items[places[0]].state["step"] for places in self._places]
-        self.premises.remember(groups, custody, alone=alone, in_vectors=in_vectors, tables=tables)
+        super().remember(groups, custody, alone=alone)
 
     def holds(self, groups: list[dict[str, Any]], custody: Custody, scaling: Scaling | None) -> bool:
         """Whether a step now would do the same launches. Takes over new gradients and learning rates if so."""
@@ -141,10 +156,6 @@ class Replay:
         """Whether the next step can do the same launches: not where one-pass mode took its exact first step."""
         return not any(map(first_of_one_pass, self._works))
 
-    def written(self) -> list[tuple[Tensor, Written]]:
-        """See :meth:`luminav.premises.Premises.written`."""
-        return self.premises.written()
-
     @property
     def saw_whole_nonfinite(self) -> bool:
         """Whether a gradient without any finite element is known to have come; the host learns of it with delay."""
@@ -155,7 +166,7 @@ class Replay:
         return [(launch.device, launch.nonfinite_counts.sum()) for launch in self._launches]
 
 
-class ShardedReplay:
+class ShardedReplay(KeptStep):
     """A step of sharded parameters that is kept: its works, with the tables of their launches.
 
     In the middle of such a step sums leave the engine, to be added up over ranks, so it goes on through its verbs.
@@ -168,12 +179,9 @@ class ShardedReplay:
     saw_whole_nonfinite = False
 
     def __init__(self, works: Sequence[Work], take: Callable[[], object]) -> None:
-        self._works, self._take = list(works), take
-        self.premises = Premises(works)
-        places = {id(step): place for place, step in enumerate(self.premises.steps)}
         engine: Any = works[0].engine
-        self._launches: list[Any] = [launch for work in works for launch, _ in engine.launches_of(work.batch)]
-        self._places = [[places[id(step)] for step in launch.steps_of] for launch in self._launches]
+        super().__init__(works, [launch for work in works for launch, _ in engine.launches_of(work.batch)])
+        self._take = take
 
     @staticmethod
     def can_keep(works: Sequence[Work], scaling: Scaling) -> bool:
@@ -186,10 +194,8 @@ class ShardedReplay:
         )
 
     def remember(self, groups: list[dict[str, Any]], custody: Custody, *, alone: bool) -> None:
-        """As :meth:`Replay.remember`. Step counts are views of the launches' tables already."""
-        in_vectors = [step for launch in self._launches if launch.kind.aligned for step in launch.steps_of]
-        tables = [self.premises.items[places[0]].state["step"] for places in self._places]
-        self.premises.remember(groups, custody, alone=alone, in_vectors=in_vectors, tables=tables)
+        """As :meth:`KeptStep.remember`; from now on only the tables count steps and hold kept scales."""
+        super().remember(groups, custody, alone=alone)
         for work in self._works:
             work.is_kept = True
 
@@ -207,10 +213,6 @@ class ShardedReplay:
             work.batch.numbers = numbers_of_all(work, engine.steps_taken(work.batch))
         self._take()
         self.premises.note_writes()
-
-    def written(self) -> list[tuple[Tensor, Written]]:
-        """See :meth:`luminav.premises.Premises.written`."""
-        return self.premises.written()
 
     def nonfinite_counts(self) -> list[tuple[torch.device, Tensor]]:
         """None: every step counts its own."""

@@ -27,7 +27,7 @@ from luminav.blocks import (
     tile_means,
     tile_products,
 )
-from luminav.distributed import block_placements, is_dtensor, local
+from luminav.distributed import block_placements, held, is_dtensor, local
 from luminav.hyperparameters import Options
 from luminav.rounding import SIXTEEN_BIT, join_master, largest_finite, nearest, widened_bits
 
@@ -399,18 +399,13 @@ class Written(NamedTuple):
         return (self.versions, self.data_ptr, self.dtype) == (versions(param), _data_ptr(param), param.dtype)
 
 
-def _held(param: Tensor) -> Tensor:
-    """A DTensor's local tensor, as it is."""
-    return getattr(param, "_local_tensor", param)
-
-
 def versions(param: Tensor) -> tuple[int, int]:
     """Version counters of a parameter and of its local tensor: writing a DTensor raises the first, we the second."""
-    return param._version, _held(param)._version
+    return param._version, held(param)._version
 
 
 def _data_ptr(param: Tensor) -> int:
-    return _held(param).data_ptr()
+    return held(param).data_ptr()
 
 
 def former_weight(param: Tensor, written: Written | None) -> Tensor | None:

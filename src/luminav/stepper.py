@@ -329,7 +329,7 @@ class Stepper:
     def _end_replay(self, replay: Replay | ShardedReplay, share: Share | None = None) -> None:
         """Take over what the launches know and the optimizer must not forget."""
         self.replays.pop(share, None)
-        self.written.update(replay.written())
+        self.written.update(replay.premises.written())
         for device, count in replay.nonfinite_counts():
             self.nonfinite[device] = self.nonfinite.get(device, 0) + count
 
@@ -411,7 +411,7 @@ class Stepper:
 
     def all_written(self) -> dict[Tensor, Written]:
         """The weights that have a master, or may get one, after our last write; those of kept launches too."""
-        running = [pair for replay in self.replays.values() for pair in replay.written()]
+        running = [pair for replay in self.replays.values() for pair in replay.premises.written()]
         return {**self.written, **dict(running)}
 
     def forget_writes(self) -> None:

@@ -9,13 +9,15 @@ failed. The choice is therefore made here once for all contenders, and each proc
 The comparison is there because a kernel can be silently wrong: Triton 3.4 to 3.7.0 gives wrong gradients on Hopper
 for tiles of 64 columns (flash-linear-attention issue 640). Versions 0.5.0 to 0.6.0 refuse to run there; 0.4.2 does not,
 and takes tiles of 128 for this model's heads, which are right. The comparison also tunes the kernels. Triton keeps
-their best settings on disk (FLA_CACHE_RESULTS=1, the default), so that the contenders' processes find them.
+their best settings on disk (FLA_CACHE_RESULTS=1, the default), so that the contenders' processes find them. Of each
+kernel's settings a few are tried: compiling them all takes longer than the contenders train.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +27,10 @@ from torch import Tensor
 
 TORCH, FLA = "torch", "fla"
 MODEL = "transformers.models.qwen3_5.modeling_qwen3_5"
-KERNELS = "fla.ops.gated_delta_rule"
+KERNEL_MODULES = ("fla.ops.gated_delta_rule", "fla.modules")
+"""Those that transformers takes kernels from."""
+SETTINGS = 4
+"""How many settings of a kernel are tried, spread over those that fla lists."""
 TOKENS = 512
 L2_LIMIT = 0.05
 """Relative L2 between BF16 kernels and FP32 torch."""
@@ -60,7 +65,24 @@ def prepare(chosen: str) -> None:
     if chosen == TORCH:
         sys.modules[FLA] = None  # type: ignore[assignment]  # an import of it fails from here on
     else:
-        import_module(KERNELS)
+        with few_settings(import_module("triton")):
+            for module in KERNEL_MODULES:
+                import_module(module)
+
+
+@contextmanager
+def few_settings(triton: Any) -> Iterator[None]:
+    """Kernels that are defined in here try SETTINGS of their settings at most."""
+    autotune = triton.autotune
+
+    def autotune_few(configs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        return autotune(configs[:: max(1, -(-len(configs) // SETTINGS))], *args, **kwargs)
+
+    triton.autotune = autotune_few
+    try:
+        yield
+    finally:
+        triton.autotune = autotune
 
 
 def ran_fla(loss: Tensor) -> bool:

@@ -208,6 +208,19 @@ def test_kernels_that_are_missing_are_refused_and_plain_torch_hides_them(monkeyp
         _pretrain_linear.prepare("fla")
 
 
+@pytest.mark.parametrize(("count", "tried"), [(0, []), (4, [0, 1, 2, 3]), (5, [0, 2, 4]), (27, [0, 7, 14, 21])])
+def test_kernels_try_few_settings_and_only_while_they_are_imported(count: int, tried: list[int]) -> None:
+    def autotune(configs: list[int], key: list[str]) -> list[int]:
+        assert key == ["T"]
+        return configs
+
+    triton = types.SimpleNamespace(autotune=autotune)
+    with pytest.raises(ImportError), _pretrain_linear.few_settings(triton):
+        assert triton.autotune(configs=list(range(count)), key=["T"]) == tried
+        raise ImportError
+    assert triton.autotune is autotune
+
+
 def test_a_wrong_gradient_is_found() -> None:
     def rule(q: Any, k: Any, v: Any, g: Any, beta: Any, use_qk_l2norm_in_kernel: bool) -> tuple[torch.Tensor, None]:
         return v * (q * k).sum(-1, keepdim=True) * (g.exp() * beta)[..., None], None

@@ -19,6 +19,9 @@ Call = Callable[[], object]
 
 WARM_UP = 3
 COPY_BYTES = 1 << 32
+PAUSE_S = 0.1
+SPIN_CYCLES = 20_000_000
+"""About 10 ms, longer than a host needs for a step."""
 
 
 class Activity(NamedTuple):
@@ -76,6 +79,27 @@ def device_ms(step: Call, prepare: Call, repeats: int, seconds: float) -> float:
         event.record()
     torch.cuda.synchronize()
     return statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
+
+
+def spaced_ms(step: Call, prepare: Call, repeats: int) -> float:
+    """Median time between events around a step that a pause comes before, as a backward pass does in training.
+
+    Steps of an H200 that compute much while they move memory reach its limit of 700 W if they follow each other, and
+    its clock falls from 1980 to 1400 MHz within a second (NVML gives the power cap as the reason). Alone they do not.
+    """
+    times = []
+    for _ in range(repeats):
+        prepare()
+        torch.cuda.synchronize()
+        time.sleep(PAUSE_S)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)  # the host is done with the step before the device begins it
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def host_ms(step: Call, prepare: Call, repeats: int) -> float:

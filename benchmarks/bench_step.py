@@ -10,6 +10,7 @@ reported, and its row says so. The learning rate changes before each step, as un
 
     ms        median of CUDA events around optimizer.step(), the steps queued one behind the other
     B/p       ms x copy ceiling / parameters: the bytes per parameter that a copy would have moved in that time
+    spaced    both again for steps that a pause of 0.1 s comes before each, where no power limit lowers the clock
     host ms   median of perf_counter around the call, the queue being empty before; queued ms, the device being behind
     kernels   and H2D copies of the third step, from torch.profiler
     scratch   peak of allocated memory in a step beyond what was allocated before it, MiB
@@ -48,6 +49,8 @@ WORKER_SECONDS = 150
 UNITS = {
     "device_ms": "ms",
     "traffic": "bytes/parameter",
+    "spaced_ms": "ms",
+    "spaced_traffic": "bytes/parameter",
     "host_ms": "ms",
     "host_queued_ms": "ms",
     "kernels": "kernels/step",
@@ -94,6 +97,7 @@ def measure(contender: Contender, model: str, arguments: argparse.Namespace) -> 
         "state": state / num_params(shapes),
         "scratch_mib": _measure.scratch_bytes(step) / 2**20,
         "device_ms": _measure.device_ms(step, prepare, arguments.repeats, arguments.seconds),
+        "spaced_ms": _measure.spaced_ms(step, prepare, 10),
         "host_ms": _measure.host_ms(step, prepare, 20),
         "host_queued_ms": _measure.host_queued_ms(step, prepare, 20),
     }
@@ -185,7 +189,8 @@ def rows_of(arguments: argparse.Namespace, ceiling: float, key: str, report: Fig
         if figures is None:
             rows.append((f"step/{model}/{key}/device_ms", f"failed: {report['failure']}", "ms"))
             continue
-        figures["traffic"] = figures["device_ms"] * 1e-3 * ceiling / num_params(shapes_of(model, arguments.shrink))
+        per_ms = 1e-3 * ceiling / num_params(shapes_of(model, arguments.shrink))
+        figures |= {"traffic": figures["device_ms"] * per_ms, "spaced_traffic": figures["spaced_ms"] * per_ms}
         rows += [(f"step/{model}/{key}/{name}", figures[name], unit) for name, unit in UNITS.items()]
     return rows
 
@@ -200,6 +205,8 @@ def print_table(arguments: argparse.Namespace, ceiling: float, reports: dict[str
             "contender",
             "ms",
             "B/p",
+            "spaced ms",
+            "B/p",
             "host ms",
             "queued ms",
             "kernels",
@@ -208,7 +215,7 @@ def print_table(arguments: argparse.Namespace, ceiling: float, reports: dict[str
             "state B/p",
             "first s",
         )
-        print(("{:24}" + "{:>12}" * 9).format(*heads))
+        print(("{:24}" + "{:>12}" * 11).format(*heads))
         for key, report in reports.items():
             if model not in report:
                 print(f"{key:24}{report['failure']}")

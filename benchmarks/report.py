@@ -134,7 +134,8 @@ def picture(name: str, text: str) -> list[str]:
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 STEP_COLUMNS: Columns = (
-    ("ms", "device_ms"), ("bytes moved per parameter", "traffic"), ("host ms", "host_ms"), ("state, B/param", "state"),
+    ("ms", "device_ms"), ("bytes moved per parameter", "traffic"), ("spaced, ms", "spaced_ms"),
+    ("spaced, bytes", "spaced_traffic"), ("host ms", "host_ms"), ("state, B/param", "state"),
     ("scratch, MiB", "scratch_mib"), ("kernels", "kernels"),
 )  # fmt: skip
 
@@ -142,7 +143,13 @@ STEP_COLUMNS: Columns = (
 def step_speed(rows: Rows) -> list[str]:
     """One optimizer step on a GPU."""
     lines = picture("step.png", "Milliseconds per step of every optimizer")
-    lines += ["Bytes moved are the time times what a copy moves in it, so that they hold across machines.", ""]
+    lines += [
+        "Bytes moved are the time times what a copy moves in it, so that they hold across machines. Steps follow each",
+        "other without a pause, or are spaced: a pause of 0.1 s comes before each. 8-bit state computes so much while",
+        "it moves memory that a second of steps without a pause brings an H200 to its limit of 700 W, where its clock",
+        "falls from 1980 to 1400 MHz; training, where a backward pass comes between, does not.",
+        "",
+    ]
     for model, title in (("qwen4b", "4.2 B parameters in 426 tensors"), ("gpt2", "GPT-2 small, 124 M in 148 tensors")):
         names = named(rows, "step", model)
         measured = [name for name in names if f"step/{model}/{name}/kernels" in rows.latest]

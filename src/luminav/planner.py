@@ -60,9 +60,9 @@ GPUS = (
 RESERVE = 1 * GIB
 """Kept free on a GPU: the CUDA context, the libraries' workspaces, and gaps that the allocator leaves."""
 
-# Upper limits of the Triton engine's tables, listed in engines/triton/tables.py.
+# Upper limits for the Triton engine, see engines/triton/tables.py: tables, and during a step the programs' sums.
 TABLE_BYTES_PER_TENSOR = 512
-TABLE_BYTES_PER_PROGRAM = 28
+BYTES_PER_PROGRAM = 17
 PROGRAM_NUMEL, PROGRAM_TILES = 8192, 4
 FOREACH_TEMPORARIES = 16  # FP32, of a piece each: 16 MiB on a CPU, row step/cpu-gpt2/luminav-none-exact/scratch
 
@@ -369,7 +369,7 @@ def _scratch(trainable: Sequence[Tensor], device: torch.device, options: Mapping
     checked = Options.from_group(options)
     if device.type in ("cuda", "xpu"):
         programs = sum(_num_programs(param, checked) for param in trainable)
-        return len(trainable) * TABLE_BYTES_PER_TENSOR + programs * TABLE_BYTES_PER_PROGRAM
+        return len(trainable) * TABLE_BYTES_PER_TENSOR + programs * BYTES_PER_PROGRAM
     panels = [PANEL_ROWS * panel_shape(param)[1] for param in trainable if has_block_variance(param, checked)]
     numel = sum(param.numel() for param in trainable)
     return FOREACH_TEMPORARIES * 4 * min(max([piece_limit(device), *panels]), numel)

@@ -82,6 +82,7 @@ class Replay(KeptStep):
         super().__init__(works, self.early + self.late)
         self._in_order = [own == list(range(len(self.premises.steps))) for own in self._places]
         self._kernels: list[tuple[Any, list[Any]]] | None = None
+        self._holding_partials = engine.holding_partials
         self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
         self._compiled: tuple[bool, bool] | None = None
 
@@ -108,15 +109,16 @@ class Replay(KeptStep):
     def run(self, scaling: Scaling) -> None:
         """Take the step. Nothing of an exact tensor is written before every exact tensor is measured."""
         addresses = self.premises.grad_addresses
-        for launch, places, in_order in zip(self._launches, self._places, self._in_order, strict=True):
-            launch.refresh(addresses if in_order else [addresses[place] for place in places])
-        if self._kernels is None:
-            self._kernels = self._launch_and_note(scaling)
-        elif self._kernels:
-            for launch, kernels in self._kernels:
-                launch.launch_again(kernels)
-        else:
-            self._launch(scaling)
+        with self._holding_partials(self._launches):
+            for launch, places, in_order in zip(self._launches, self._places, self._in_order, strict=True):
+                launch.refresh(addresses if in_order else [addresses[place] for place in places])
+            if self._kernels is None:
+                self._kernels = self._launch_and_note(scaling)
+            elif self._kernels:
+                for launch, kernels in self._kernels:
+                    launch.launch_again(kernels)
+            else:
+                self._launch(scaling)
         torch.autograd.graph.increment_version(self.premises.parts)
         self.premises.note_writes()
         self._watch.after_step()

@@ -308,6 +308,8 @@ class Stepper:
         replay = Replay(works)
         try:
             replay.compile(scaling)
+        except torch.OutOfMemoryError:  # a RuntimeError too, and nothing that another engine would mend
+            raise
         except triton_errors() as error:
             reason = f"its kernels did not compile ({type(error).__name__}: {error})"
             raise TritonFailed(works, reason) from error

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 import triton_runs
 from support import (
     LAYOUTS,
@@ -29,6 +31,7 @@ from luminav import rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine
 from luminav.engines.single import SingleEngine
 from luminav.engines.triton import launch
+from luminav.engines.triton.memory import tensor_of
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
 
@@ -223,6 +226,33 @@ def test_shapes(mode: str, dtype: torch.dtype, master: str) -> None:
         race.step(grad_row(makers, step))
     steps = [int(race.optimizer.state[param]["step"]) for param in race.params]
     assert steps == [2] * len(shapes)
+
+
+def test_many_tensors_of_one_program_between_longer_ones() -> None:
+    """More than there are between two entries of the table that programs find their tensors by."""
+    makers = weights([*[(3,)] * 66, (0,), (3 * triton_runs.span() + 1,), (2,)], torch.float32)
+    Race(makers).step(grad_row(makers, 0))
+
+
+@triton.jit
+def _tensors_kernel(found, program_tensor, first_programs):
+    pid = tl.program_id(0)
+    tl.store(found + pid, tensor_of(pid, program_tensor, first_programs))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [[1], [64], [65, 1], [1] * 130, [200, 1, 1, 62, 1], [1, 63, 64, 1, 128, 2], [1 + n * n % 9 for n in range(90)]],
+    ids=lambda counts: f"{len(counts)}tensors{sum(counts)}programs",
+)
+def test_programs_find_their_tensors(counts: list[int]) -> None:
+    firsts = [sum(counts[:n]) for n in range(len(counts))]
+    table = launch._tensors_of_programs(firsts, sum(counts))
+    assert len(table) == -(-sum(counts) // 64) + 1
+    found = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
+    on_device = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (table, firsts)]
+    _tensors_kernel[(sum(counts),)](found, *on_device)
+    assert found.tolist() == [tensor for tensor, count in enumerate(counts) for _ in range(count)]
 
 
 @pytest.mark.parametrize("eps", [1e-8, 1e-14])

@@ -17,7 +17,7 @@ import torch
 import triton_runs
 from support import assert_same_bits, master_of, normal, optimizer_for
 from torch import Tensor, nn
-from triton_runs import DEVICE, Race, grad_row, weights
+from triton_runs import DEVICE, INTERPRETED, Race, grad_row, weights
 
 import luminav
 from luminav import LuminaV, engines
@@ -517,7 +517,7 @@ def _failing(*args: Any, **kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", [{}, {"fused_single_pass": True}, {"buffer": 1, "master_weights": "semi"}], ids=str)
-@pytest.mark.parametrize("verb", ["compile", "measure"])
+@pytest.mark.parametrize("verb", ["compile", "measure", "take_partials"])
 def test_a_failure_before_the_update_leaves_no_trace(
     mode: dict[str, Any], verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,6 +573,98 @@ def test_kept_launches_keep_no_gradients_alive() -> None:
         optimizer.zero_grad()
         gc.collect()
         assert [grad() for grad in grads] == [None, None]
+
+
+# ---- working memory --------------------------------------------------------------------------------------------------
+
+
+PARTIALS_MODES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "one_pass": {"fused_single_pass": True},
+    "single": {"buffer": 1},
+}
+by_partials_mode = pytest.mark.parametrize("mode", PARTIALS_MODES)
+
+
+@pytest.mark.parametrize("options", [{}, {"buffer": 1}], ids=str)
+def test_partials_are_held_during_a_step_only(options: dict[str, Any]) -> None:
+    """Nothing as long as there are programs; on a GPU, where the allocator counts, a few bytes for each of them."""
+    programs = 36 if INTERPRETED else 1 << 12
+    params = [make(DEVICE) for make in weights([(programs * triton_runs.span(),)], torch.bfloat16)]
+    on_gpu = DEVICE.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    optimizer = LuminaV(params, execution="triton", **options)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        optimizer.zero_grad()
+    if on_gpu:
+        moments = optimizer.state[params[0]].keys() & {"exp_avg", "exp_avg_sq"}
+        state = sum(optimizer.state[params[0]][key].nbytes for key in moments)
+        assert torch.cuda.memory_allocated() - before - state < 4 * programs
+    (kept,) = optimizer._stepper.replays[None]._launches
+    assert kept.num_programs_in_all == programs and kept.partials is None
+    assert all(value.numel() < programs for value in vars(kept).values() if isinstance(value, Tensor))
+
+
+@by_partials_mode
+def test_partials_lie_elsewhere_in_every_step_and_may_hold_anything(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Tensor] = []  # kept, so that the next ones are others
+    take = launch.Launch.take_partials
+
+    def take_nan(self: launch.Launch) -> None:
+        take(self)
+        assert self.partials is not None
+        taken.append(self.partials.fill_(math.nan))
+
+    monkeypatch.setattr(launch.Launch, "take_partials", take_nan)
+    race = running(steps=3, shapes=[(3 * triton_runs.span() + 5,), (33,)], **PARTIALS_MODES[mode])
+    kept = race.replay
+    go_on(race)
+    race.step([None, normal((33,), 1, 1.0, torch.bfloat16)])
+    go_on(race)
+    assert race.replay is kept
+    places = {tensor.data_ptr() for tensor in taken}
+    assert len(places) == len(taken) >= 8
+
+
+def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(self: launch.Launch) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    race = running(steps=3)
+    counts = race.replay.late[0].steps
+    before = [counts.clone(), *(tensor.clone() for _, tensor, _ in race.states())]
+    with monkeypatch.context() as full:
+        full.setattr(launch.Launch, "take_partials", out_of_memory)
+        race.set_grads([normal(p.shape, 5, 1.0, p.dtype) for p in race.params])
+        with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+            race.optimizer.step()
+    for old, new in zip(before, [counts, *(tensor for _, tensor, _ in race.states())], strict=True):
+        assert torch.equal(old, new)
+    go_on(race)
+
+
+def test_a_first_step_without_memory_for_partials_is_no_failure_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" took it for one, it would leave Triton for good."""
+
+    def out_of_memory(self: launch.Launch, **_: Any) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    params = [make(DEVICE) for make in weights(SHAPES, torch.bfloat16)]
+    optimizer = optimizer_for(params, execution="triton")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    with monkeypatch.context() as full:
+        full.setattr(launch.Launch, "compile", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+            optimizer.step()
+    assert not any(optimizer.state.values())
+    _same_as_undisturbed(optimizer, params, execution="triton")
+
+
+# ---- exports ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("released", [False, True], ids=["step", "release"])

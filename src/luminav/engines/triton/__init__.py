@@ -14,7 +14,7 @@ from torch import Tensor
 from luminav.blocks import PANEL_ROWS
 from luminav.engines.batch import Batch, Scales, TensorStep, lie_as_they_read
 from luminav.engines.triton import rule
-from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch
+from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch, holding_partials
 from luminav.rule import NUM_SUMS
 
 __all__ = ["Launch", "TritonEngine", "unavailable"]
@@ -73,6 +73,8 @@ class TritonEngine:
     name = "triton"
     numbers_on_device = True
 
+    holding_partials = staticmethod(holding_partials)
+
     def launches(self, batches: Sequence[Batch]) -> list[Launch]:
         """Plans for all tensors of the batches, one for each kind."""
         members: dict[tuple[Kind, torch.device], list[tuple[Batch, TensorStep]]] = {}
@@ -89,8 +91,9 @@ class TritonEngine:
         for batch in batches:
             table = torch.zeros(len(batch.steps), 2, dtype=torch.float64, device=batch.device)
             for launch, rows in self.launches_of(batch):
-                launch.begin(None)
-                launch.measure_lookahead()
+                with holding_partials([launch]):
+                    launch.begin(None)
+                    launch.measure_lookahead()
                 table[rows] = launch.lookahead_sums
             tables.append(table)
         return tables
@@ -100,29 +103,34 @@ class TritonEngine:
         for batch in batches:
             table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
             for launch, rows in self.launches_of(batch):
-                launch.begin(None)
-                launch.set_denominators(batch.rms_denominator, rows)
-                launch.measure()
-                launch.scale(reduce=True)
+                with holding_partials([launch]):
+                    launch.begin(None)
+                    launch.set_denominators(batch.rms_denominator, rows)
+                    launch.measure()
+                    launch.scale(reduce=True)
                 table[rows] = launch.sums
             tables.append(table)
         return tables
 
     def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
-        tables = []
-        for batch, scale in zip(batches, scales, strict=True):
-            table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
-            for launch, rows in self.launches_of(batch):
-                launch.begin(batch.skip)
-                launch.set_denominators(batch.rms_denominator, rows)
-                launch.set_scales(scale, rows)
-                launch.update(gather=gather)
-                if gather:
-                    launch.scale(reduce=True)
-                    table[rows] = launch.sums
-            torch.autograd.graph.increment_version([step.param for step in batch.steps])
-            tables.append(table)
+        with holding_partials([launch for batch in batches for launch, _ in self.launches_of(batch)]):
+            tables = [
+                self._update_batch(batch, scale, gather=gather) for batch, scale in zip(batches, scales, strict=True)
+            ]
         return tables if gather else []
+
+    def _update_batch(self, batch: Batch, scales: Scales, *, gather: bool) -> Tensor:
+        table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
+        for launch, rows in self.launches_of(batch):
+            launch.begin(batch.skip)
+            launch.set_denominators(batch.rms_denominator, rows)
+            launch.set_scales(scales, rows)
+            launch.update(gather=gather)
+            if gather:
+                launch.scale(reduce=True)
+                table[rows] = launch.sums
+        torch.autograd.graph.increment_version([step.param for step in batch.steps])
+        return table
 
     def steps_taken(self, batch: Batch) -> Tensor:
         """Step counts of a batch's tensors, int64."""

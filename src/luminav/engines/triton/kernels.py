@@ -1,6 +1,6 @@
 """The kernels: load, apply the rule, store. Every tensor of a launch in one grid.
 
-A launch covers the chunks of many tensors. Program `pid` finds its tensor in a table and the tensor's pointers in
+A launch covers the chunks of many tensors. Program `pid` finds its tensor by a table and the tensor's pointers in
 another, so one launch serves a whole model. The tables are described in ``tables.py``; nothing here allocates, waits
 for the host or uses atomics. Sums leave each program as one row of partials, and a second small launch adds the rows
 of a tensor in order, in FP64, so results repeat bit for bit.
@@ -26,6 +26,7 @@ from luminav.engines.triton.memory import (
     store_master,
     store_moment,
     store_weight,
+    tensor_of,
     tensor_pointer,
     tile,
     total,
@@ -150,7 +151,7 @@ def lookahead_kernel(
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
-    t = tl.load(program_tensor + pid)
+    t = tensor_of(pid, program_tensor, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
@@ -183,7 +184,7 @@ def measure_kernel(
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
     pid = tl.program_id(0)
-    t = tl.load(program_tensor + pid)
+    t = tensor_of(pid, program_tensor, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     _, start, left, stride = place_program(
@@ -314,7 +315,7 @@ def update_kernel(
     pid = tl.program_id(0)
     if not GATHER:  # from the end, whose elements the measure kernel has just left in the cache
         pid = tl.num_programs(0) - 1 - pid
-    t = tl.load(program_tensor + pid)
+    t = tensor_of(pid, program_tensor, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     chunk, start, left, stride = place_program(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
 import struct
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +122,28 @@ class Kind:
         )
 
 
+class Ready:
+    """A compiled kernel with its arguments, to be launched again and again.
+
+    Args:
+        run: Launches the kernel.
+        values: Its arguments, addresses for tensors.
+        partials_at: Address of the partials, which may be among them.
+    """
+
+    def __init__(self, run: Callable[..., None], values: list[Any], partials_at: int) -> None:
+        self._run, self._values = run, values
+        self._place = next((i for i, value in enumerate(values) if value == partials_at), None)
+
+    def move_partials(self, address: int) -> None:
+        """Note that the partials are elsewhere in this step."""
+        if self._place is not None:
+            self._values[self._place] = address
+
+    def __call__(self, **options: Any) -> None:
+        self._run(*self._values, **options)
+
+
 class Launch:
     """The tables and launches of the tensors of one kind.
 
@@ -139,7 +161,7 @@ class Launch:
         self.device = self.steps_of[0].param.device
         self.scaled = False
         self._compiling = False
-        self._ready: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._ready: dict[tuple[Any, ...], Ready] = {}
         self.noted: list[tuple[Launch, Callable[..., None] | None]] | None = None
         """Where to note what is launched: the compiled kernel, or None for one that must be looked up every time."""
         self._guard = current_device(self.device)
@@ -171,9 +193,7 @@ class Launch:
         self.numels = self._int64([step.param.numel() for step in self.steps_of])
         self.first_programs = self._int32(firsts)
         self.num_programs = self._int32(counts)
-        self.program_tensor = torch.repeat_interleave(
-            torch.arange(len(counts), dtype=torch.int32, device=self.device), self.num_programs.to(torch.int64)
-        )
+        self.program_tensor = self._int32(_tensors_of_programs(firsts, self.num_programs_in_all))
         self.tensor_group = self._int32([rows[id(batch)] for batch, _ in members])
         self.tensor_index = self._int64([step.index for step in self.steps_of])
         self.first_indices = self._int64([step.first_index for step in self.steps_of])
@@ -196,12 +216,10 @@ class Launch:
         for row, step in enumerate(self.steps_of):
             if step.kept_scales is not None:
                 self.kept_scales[row] = torch.stack(step.kept_scales)
-        self.partials = torch.zeros(
-            self.num_programs_in_all, columns.NUM_PARTIALS.value, dtype=torch.float32, device=device
-        )
-        single = 0 if self.kind.dual else 1
-        self.lookahead_partials = torch.zeros(single * self.num_programs_in_all, dtype=torch.float64, device=device)
-        self.lookahead_sums = torch.zeros(single * num, 2, dtype=torch.float64, device=device)
+        self.partials: Tensor | None = None
+        """There while :func:`holding_partials` of the launch."""
+        self._partials_at = 0
+        self.lookahead_sums = torch.zeros(0 if self.kind.dual else num, 2, dtype=torch.float64, device=device)
         self.sums = torch.zeros(num, NUM_SUMS, dtype=torch.float64, device=device)
         self.whole_nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         self.nonfinite_counts = torch.zeros(num, dtype=torch.float64, device=device)
@@ -211,6 +229,16 @@ class Launch:
 
     def _int64(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    def take_partials(self) -> None:
+        """Take memory for the partials of a step, whatever it holds: programs write what the scales kernels read."""
+        shape = (self.num_programs_in_all, columns.NUM_PARTIALS.value)
+        self.partials = self.sums.new_empty(shape, dtype=torch.float32)
+        address = self.partials.data_ptr()
+        if address != self._partials_at:
+            self._partials_at = address
+            for ready in self._ready.values():
+                ready.move_partials(address)
 
     def grad_addresses(self) -> list[int]:
         """The gradients' addresses, 0 for none."""
@@ -287,13 +315,15 @@ class Launch:
 
     def measure_lookahead(self) -> None:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
+        assert self.partials is not None
+        partials = self.partials.view(torch.float64)
         self._launch(
             ("lookahead", self.scaled), kernels.lookahead_kernel, self.num_programs_in_all,
-            *self._common(), self.lookahead_partials, MATH=self.math, **self._types(), **self._shape(),
+            *self._common(), partials, MATH=self.math, **self._types(), **self._shape(),
         )  # fmt: skip
         self._launch(
             ("rms",), scalars.rms_kernel, len(self.steps_of),
-            self.numels, self.first_programs, self.num_programs, self.lookahead_partials, self.lookahead_sums,
+            self.numels, self.first_programs, self.num_programs, partials, self.lookahead_sums,
             self.numbers, self.keys, self.tensor_group, self.fp16_flags, self.groups, BLOCK=ROWS, num_warps=4,
         )  # fmt: skip
 
@@ -344,12 +374,13 @@ class Launch:
             return
         self._compiling = True
         self.compute_numbers(grad_scale, found_inf, kept=not exact)
-        if not self.kind.dual:
-            self.measure_lookahead()
-        if exact:
-            self.measure()
-        self.scale(reduce=True, exact=exact, blend=not exact and self.one_pass)
-        self.update(gather=not exact)
+        with holding_partials([self]):
+            if not self.kind.dual:
+                self.measure_lookahead()
+            if exact:
+                self.measure()
+            self.scale(reduce=True, exact=exact, blend=not exact and self.one_pass)
+            self.update(gather=not exact)
         self._compiling = False
 
     def _launch(self, key: tuple[Any, ...] | None, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
@@ -375,11 +406,10 @@ class Launch:
                 kernel[(num_programs,)](*args, **options)
                 return
             compiled = kernel.warmup(*args, grid=(num_programs,), **options)
-            if key is not None and RELAUNCHES:
+            if key is not None and RELAUNCHES and self.device.type == "cuda":
                 values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
-                if self.device.type == "cuda":
-                    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-                self._ready[key] = functools.partial(compiled[(num_programs, 1, 1)], *values)
+                values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+                self._ready[key] = Ready(compiled[(num_programs, 1, 1)], values, self._partials_at)
 
     def launch_again(self, kernels: Sequence[Callable[..., None]]) -> None:
         """Launch kernels, of this device, that were noted before."""
@@ -408,12 +438,30 @@ class Launch:
         return {"BLOCK": shape.block, "ITERATIONS": shape.iterations, "num_warps": shape.num_warps, **options}
 
 
+@contextmanager
+def holding_partials(launches: Sequence[Launch]) -> Iterator[None]:
+    """Hold the memory of the launches' partials; it must be there before a step writes anything."""
+    try:
+        for launch in launches:
+            launch.take_partials()
+        yield
+    finally:
+        for launch in launches:
+            launch.partials = None
+
+
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """A context, to be entered again and again, in which `device` is the one that kernels are launched on."""
     if device.type == "cpu":
         return nullcontext()
     context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
     return context
+
+
+def _tensors_of_programs(firsts: Sequence[int], num_programs: int) -> list[int]:
+    """The table `program_tensor`."""
+    entries = range(0, num_programs, columns.PROGRAMS_PER_ENTRY.value)
+    return [*(bisect_right(firsts, program) - 1 for program in entries), len(firsts) - 1]
 
 
 def _addresses(step: TensorStep) -> list[int]:

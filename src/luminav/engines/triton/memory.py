@@ -13,9 +13,24 @@ from luminav.engines.triton.tables import (
     EXP_AVG_SQ_SCALE,
     NO_MASTER,
     NUM_POINTERS,
+    PROGRAMS_PER_ENTRY,
     SPLIT_MASTER,
     WHOLE_MASTER,
 )
+
+
+@triton.jit
+def tensor_of(pid, program_tensor, first_programs):
+    """Which tensor a program works on: the last one that begins no later, by bisection between two known ones."""
+    entry = program_tensor + pid // PROGRAMS_PER_ENTRY
+    t = tl.load(entry)
+    last = tl.load(entry + 1)
+    while t < last:
+        middle = (t + last + 1) // 2
+        is_behind = tl.load(first_programs + middle) > pid
+        t = tl.where(is_behind, t, middle)
+        last = tl.where(is_behind, middle - 1, last)
+    return t
 
 
 @triton.jit

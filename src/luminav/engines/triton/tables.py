@@ -10,7 +10,7 @@ device:
     numels          int64  [tensors]
     first_programs  int32  [tensors]                 the first program of each tensor
     num_programs    int32  [tensors]
-    program_tensor  int32  [programs]                which tensor a program works on
+    program_tensor  int32  [programs / 64 + 1]       which tensor every 64th program works on, and the last tensor
     groups          FP64   [groups, GROUP_WIDTH]     the groups' options. Refreshed when they change
     tensor_group    int32  [tensors]
     tensor_index    int64  [tensors]                 position in the optimizer, for the noise
@@ -18,8 +18,11 @@ device:
     keys            int32  [tensors, KEY_WIDTH]      noise key and active flag, likewise
     steps           int64  [tensors]                 step counts; state["step"] is a view of it
     kept_scales     FP32   [tensors, 2]              c and s; in one-pass mode the state's scales are views of it
-    partials        FP32   [programs, NUM_PARTIALS]
     sums            FP64   [tensors, NUM_SUMS]
+
+Between two launches of a step programs leave their sums in `partials`, FP32 [programs, NUM_PARTIALS], or Σ m̃² of the
+single buffer as FP64 [programs] in the same memory. It is taken when a step begins and given back when it ends, since
+it is far larger than all tables together, and the model's activations can use it in between.
 """
 
 from __future__ import annotations
@@ -59,4 +62,6 @@ GROUP_WIDTH = tl.constexpr(16)
 CAUTIOUS_SCALE, BOUND_SCALE = (tl.constexpr(i) for i in range(2))
 
 NUM_PARTIALS = tl.constexpr(4)
+PROGRAMS_PER_ENTRY = tl.constexpr(64)
+"""Of `program_tensor`."""
 NUM_SUMS = tl.constexpr(rule.NUM_SUMS)

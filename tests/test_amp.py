@@ -20,7 +20,7 @@ from support import ENGINES, assert_same_bits, dtype_name, normal, parameter
 from torch import Tensor, nn
 
 from luminav import LuminaV
-from luminav.assembly import Scaling
+from luminav.pending import Scaling
 from luminav.stepper import Stepper
 
 ROWS = 5

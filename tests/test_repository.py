@@ -194,7 +194,8 @@ LEVELS = {
     "engines": 2,
     "state": 3,  # these serve the optimizer
     "checkpoints": 3,
-    "assembly": 3,
+    "pending": 3,
+    "works": 3,
     "custody": 3,
     "modes": 3,
     "premises": 3,

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from luminav import assembly, rule
+from luminav import rule, works
 from luminav.engines import choose_engine
 from luminav.modes import out_of_other_modes
 from luminav.state import Written, catch_up, joined
 
 if TYPE_CHECKING:
-    from luminav.assembly import Pending
+    from luminav.pending import Pending
     from luminav.stepper import Stepper
 
 FOREACH = "foreach"
@@ -134,9 +134,9 @@ class Watched:
         written = stepper.all_written()
         for item in self.items:
             self._as_reference(item, written.get(item.param))
-        self.works = assembly.sort_into_works(self.items, scaling, sharded=False)
-        assembly.measure_lookahead(self.works, [])
-        assembly.measure(self.works)
+        self.works = works.sort_into_works(self.items, scaling, sharded=False)
+        works.measure_lookahead(self.works, [])
+        works.measure(self.works)
         self.stored = {item.index: item.param.detach().clone() for item in self.items}
         self.full = {item.index: full_weight(item.param, item.state).clone() for item in self.items}
 
@@ -158,7 +158,7 @@ class Watched:
         """What the step has done, with one transfer for each device."""
         rows: dict[torch.device, list[tuple[int, Tensor]]] = {}
         for work in self.works:
-            scales = assembly.exact_scales(work.batch, work.sums) if work.kept is None else work.kept
+            scales = works.exact_scales(work.batch, work.sums) if work.kept is None else work.kept
             sums = rule.Sums.of(work.sums)
             density = sums.kept / sums.numel.clamp_min(1.0)
             for number, item in enumerate(work.items):

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from luminav.assembly import check_layout, check_param
 from luminav.checkpoints import (
     Sealed,
     loaded_group,
@@ -27,6 +26,7 @@ from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
 from luminav.modes import ordinary_mode
 from luminav.param_groups import check_model
+from luminav.pending import check_layout, check_param
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import adopt_edits, former_weight, joined
 from luminav.stepper import Share, Stepper

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.assembly import Pending, Work
 from luminav.custody import Custody
 from luminav.distributed import held, is_dtensor
 from luminav.engines.batch import ALIGNMENT, NOT_NULL, Batch, TensorStep, lie_as_they_read
 from luminav.hyperparameters import OPTIONS
+from luminav.pending import Pending
 from luminav.state import ParamState, Written, versions
+from luminav.works import Work
 
 _values = itemgetter(*(name for name in OPTIONS if name != "lr"))
 _form = attrgetter("dtype", "device", "layout", "shape")

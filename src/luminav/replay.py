@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.assembly import UNSCALED, Scaling, Work, numbers_of_all
 from luminav.custody import Custody
 from luminav.engines import give_up_triton
+from luminav.pending import UNSCALED, Scaling
 from luminav.premises import Premises
 from luminav.state import KEPT_SCALES
+from luminav.works import Work, numbers_of_all
 
 
 class TritonFailed(Exception):

@@ -17,28 +17,21 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from luminav import rule
-from luminav.assembly import (
-    UNSCALED,
-    Pending,
-    Scaling,
-    Work,
-    check_param,
-    check_state,
-    checked_grad,
-    combine,
-    measure,
-    measure_lookahead,
-    missing_grad,
-    numbers_on_device,
-    prepare,
-    sort_into_works,
-    update,
-)
 from luminav.custody import Custody
 from luminav.distributed import Sharding, local
 from luminav.domains import Domain
 from luminav.engines import able_engine, choose_engine, triton_errors
 from luminav.hyperparameters import Options
+from luminav.pending import (
+    UNSCALED,
+    Pending,
+    Scaling,
+    check_param,
+    check_state,
+    checked_grad,
+    missing_grad,
+    numbers_on_device,
+)
 from luminav.replay import Replay, ShardedReplay, TritonFailed
 from luminav.state import (
     KEPT_SCALES,
@@ -49,6 +42,7 @@ from luminav.state import (
     keeps_blocks,
     kept_tensors,
 )
+from luminav.works import Work, combine, measure, measure_lookahead, prepare, sort_into_works, update
 
 
 @dataclass(frozen=True, eq=False)

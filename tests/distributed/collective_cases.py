@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luminav import LuminaV
-from luminav.assembly import Scaling
+from luminav.pending import Scaling
 from luminav.stepper import Stepper
 
 

@@ -458,7 +458,7 @@ def test_a_loss_scalers_flags(mode: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_name)
 def test_overflow_known_to_the_device_only(dtype: torch.dtype) -> None:
     """`Scaling.found_inf` reaches the kernels, which then leave everything alone, the step count too."""
-    from luminav.assembly import Scaling
+    from luminav.pending import Scaling
 
     makers = weights([(33,), (16,)], dtype)
     race = Race(makers)

@@ -540,7 +540,7 @@ def test_a_failure_before_the_update_leaves_no_trace(
 def test_kernels_that_do_not_compile_leave_auto_to_foreach_with_one_warning(
     mode: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from luminav import assembly
+    from luminav import pending
     from luminav import stepper as module
 
     given_up: dict[str, str] = {}
@@ -552,7 +552,7 @@ def test_kernels_that_do_not_compile_leave_auto_to_foreach_with_one_warning(
         return chosen("triton" if execution == "auto" and device.type not in given_up else execution, device)
 
     monkeypatch.setattr(module, "choose_engine", auto_is_triton)
-    monkeypatch.setattr(assembly, "choose_engine", auto_is_triton)
+    monkeypatch.setattr(pending, "choose_engine", auto_is_triton)
     monkeypatch.setattr(launch.Launch, "compile", _failing)
     params = [make(DEVICE) for make in weights(SHAPES, torch.bfloat16)]
     optimizer = optimizer_for(params, execution="auto", **mode)

@@ -629,6 +629,19 @@ def test_partials_lie_elsewhere_in_every_step_and_may_hold_anything(mode: str, m
     assert len(places) == len(taken) >= 8
 
 
+def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
+    """Kernels are compiled on GPUs only; their arguments can be followed anywhere."""
+    seen: list[tuple[Any, ...]] = []
+    names = ["pointers", "partials", "GATHER"]
+    with_them = launch.Ready(lambda *values, stream: seen.append((*values, stream)), [10, 20, True], names)
+    without = launch.Ready(lambda *values, stream: seen.append((*values, stream)), [10, 20], ["pointers", "sums"])
+    for ready in (with_them, without):
+        ready.move_partials(30)
+        ready(stream=7)
+        ready(stream=8)
+    assert seen == [(10, 30, True, 7), (10, 30, True, 8), (10, 20, 7), (10, 20, 8)]
+
+
 def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def out_of_memory(self: launch.Launch) -> None:
         raise torch.OutOfMemoryError("none is left")

@@ -128,12 +128,12 @@ class Ready:
     Args:
         run: Launches the kernel.
         values: Its arguments, addresses for tensors.
-        partials_at: Address of the partials, which may be among them.
+        names: What they are called.
     """
 
-    def __init__(self, run: Callable[..., None], values: list[Any], partials_at: int) -> None:
+    def __init__(self, run: Callable[..., None], values: list[Any], names: Sequence[str]) -> None:
         self._run, self._values = run, values
-        self._place = next((i for i, value in enumerate(values) if value == partials_at), None)
+        self._place = names.index("partials") if "partials" in names else None
 
     def move_partials(self, address: int) -> None:
         """Note that the partials are elsewhere in this step."""
@@ -409,7 +409,7 @@ class Launch:
             if key is not None and RELAUNCHES and self.device.type == "cuda":
                 values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
                 values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-                self._ready[key] = Ready(compiled[(num_programs, 1, 1)], values, self._partials_at)
+                self._ready[key] = Ready(compiled[(num_programs, 1, 1)], values, kernel.arg_names)
 
     def launch_again(self, kernels: Sequence[Callable[..., None]]) -> None:
         """Launch kernels, of this device, that were noted before."""

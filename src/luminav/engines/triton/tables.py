@@ -16,8 +16,11 @@ device:
     tensor_index    int64  [tensors]                 position in the optimizer, for the noise
     numbers         FP32   [tensors, NUMBERS_WIDTH]  numbers of the step, written by the numbers kernel
     keys            int32  [tensors, KEY_WIDTH]      noise key and active flag, likewise
+    first_indices   int64  [tensors]                 index of the first element in the unsharded parameter
+    fp16_flags      int32  [tensors]                 whether the parameter is FP16
     steps           int64  [tensors]                 step counts; state["step"] is a view of it
     kept_scales     FP32   [tensors, 2]              c and s; in one-pass mode the state's scales are views of it
+    lookahead_sums  FP64   [tensors, 2]              Σ m̃² and the number of elements, with one buffer; else empty
     sums            FP64   [tensors, NUM_SUMS]
 
 Between two launches of a step programs leave their sums in `partials`, FP32 [programs, NUM_PARTIALS], or Σ m̃² of the

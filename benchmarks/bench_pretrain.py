@@ -53,8 +53,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WORKER = Path(__file__).with_name("_pretrain_run.py")
 CHECK = Path(__file__).with_name("_pretrain_linear.py")
 SCRATCH = Path(tempfile.gettempdir()) / "luminav-pretrain"
-FIRST_S = 150.0
-"""Guess of a contender's time before one has been seen."""
+START_S, STEP_S = 45.0, 0.5
+"""Guess of a contender's time before one has been seen: to import and build the model, and of a step."""
 SLACK = 1.2
 
 PARAMS = 4.206e9
@@ -88,7 +88,8 @@ class Session:
     queue: deque[list[str]]
     """Twins together, the exact one first: the one-pass one needs its weights."""
     deadline: float
-    longest: float = FIRST_S
+    longest: float | None = None
+    """Seconds of the slowest contender so far."""
     memory_gib: float = math.inf
     """Of each GPU."""
     failures: int = 0
@@ -131,7 +132,8 @@ class Session:
 
     def _has_time(self) -> bool:
         """Whether a contender that starts now would end in time."""
-        return time.monotonic() + SLACK * self.longest <= self.deadline
+        guess = START_S + STEP_S * self.arguments.steps if self.longest is None else self.longest
+        return time.monotonic() + SLACK * guess <= self.deadline
 
     def _fitting(self, running: Sequence[float]) -> list[str] | None:
         free = self.memory_gib - sum(running)
@@ -153,7 +155,7 @@ class Session:
                 rows: list[tuple[str, float | str, str]] = [(case, f"failed: {found}", "promise")]
             else:
                 found, versions = found
-                self.longest = max(time.monotonic() - began, 0.0 if self.longest == FIRST_S else self.longest)
+                self.longest = max(time.monotonic() - began, self.longest or 0.0)
                 shown = "  ".join(f"{key} {found[key]:.4g}" for key in SHOWN if key in found)
                 print(f"{name:20}{shown}  ({time.monotonic() - began:.0f} s)", flush=True)
                 rows = [

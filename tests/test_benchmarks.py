@@ -7,6 +7,7 @@ import csv
 import math
 import sys
 import threading
+import time
 import types
 from collections import deque
 from collections.abc import Iterable
@@ -67,6 +68,16 @@ def arguments(tmp_path: Path) -> argparse.Namespace:
         per_gpu=1,
         linear_attention="torch",
     )
+
+
+@pytest.mark.parametrize(("steps", "longest", "expected"), [(15, None, True), (250, None, False), (250, 30.0, True)])
+def test_short_contenders_start_where_long_ones_would_not_end(
+    arguments: argparse.Namespace, steps: int, longest: float | None, expected: bool
+) -> None:
+    """Two minutes are left. What one has taken is a better guess than the number of steps."""
+    arguments.steps = steps
+    session = bench_pretrain.Session(arguments, deque(), time.monotonic() + 120.0, longest=longest)
+    assert session._has_time() == expected
 
 
 def test_a_one_pass_mode_runs_behind_its_exact_twin(arguments: argparse.Namespace) -> None:

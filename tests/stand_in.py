@@ -6,6 +6,7 @@ It goes by the addresses that the kernels would be given, so that what a kept st
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ def instead_of_kernels(self: launch.Launch, key: Any, kernel: Any, *args: Any, *
             self.numbers[:, STEP_SIZE.value] = self.kept_scales.sum(1)
     if kernel is scalars.scales_kernel and options["BLEND"]:
         self.kept_scales *= 0.875
+    if kernel in (kernels.lookahead_kernel, kernels.measure_kernel) or options.get("GATHER"):
+        assert self.partials is not None
+        self.partials.fill_(math.nan)
     if kernel not in (kernels.lookahead_kernel, kernels.measure_kernel, kernels.update_kernel):
         return
     rows = zip(self.pointers.tolist(), self.grads.tolist(), self.numels.tolist())

@@ -20,6 +20,7 @@ from support import ENGINES, assert_same_bits, dtype_name, normal, parameter
 from torch import Tensor, nn
 
 from luminav import LuminaV
+from luminav.engines.foreach import ForeachEngine
 from luminav.pending import Scaling
 from luminav.stepper import Stepper
 
@@ -228,6 +229,25 @@ def test_a_refused_step_leaves_no_scale_behind() -> None:
             step_scaled(scaler, optimizer, params, step)
         assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
         optimizer.param_groups[0]["tau"] = 0.8
+        step_scaled(scaler, optimizer, params, step)
+    assert_same_state(state_of(optimizer, params), plain(dtype=torch.float16))
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_failed_step_leaves_no_scale_behind(steps_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that runs out of memory before it writes, which may simply be tried again."""
+    params = new_params(torch.float16)
+    optimizer, scaler = LuminaV(params, execution="foreach"), scaler_of(8.0)
+
+    def out_of_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    for step in range(ROWS):
+        if step == steps_before:
+            with monkeypatch.context() as full, pytest.raises(torch.OutOfMemoryError, match="none is left"):
+                full.setattr(ForeachEngine, "measure", out_of_memory)
+                step_scaled(scaler, optimizer, params, step)
+            assert not hasattr(optimizer, "grad_scale") and not hasattr(optimizer, "found_inf")
         step_scaled(scaler, optimizer, params, step)
     assert_same_state(state_of(optimizer, params), plain(dtype=torch.float16))
 

@@ -60,7 +60,8 @@ GPUS = (
 RESERVE = 1 * GIB
 """Kept free on a GPU: the CUDA context, the libraries' workspaces, and gaps that the allocator leaves."""
 
-# Upper limits for the Triton engine, see engines/triton/tables.py: tables, and during a step the programs' sums.
+# Upper limits for the Triton engine, see engines/triton/tables.py: its tables, of which one has 4 bytes for every 64th
+# program, and during a step 16 bytes for a program's sums.
 TABLE_BYTES_PER_TENSOR = 512
 BYTES_PER_PROGRAM = 17
 PROGRAM_NUMEL, PROGRAM_TILES = 8192, 4

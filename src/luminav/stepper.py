@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ class Stepper:
         Args:
             share: The parameters that take it; None for all.
         """
-        self._step(share)
+        with self._taking_scale_away():
+            self._step(share)
         if share is None and self.release is not None:
             self.release.end_pass()
 
@@ -113,19 +115,24 @@ class Stepper:
             failure.settle()
             self._step(share)
 
-    def _checked(self, share: Share | None) -> list[Pending]:
-        """What is pending; if any of it is refused, without the scale that a loss scaler has set for this step.
+    @contextmanager
+    def _taking_scale_away(self) -> Iterator[None]:
+        """If a step fails, take away the scale that a loss scaler has set for it.
 
-        ``GradScaler`` takes its scale away after a step that returns. Left behind, the next one would multiply the two.
+        ``GradScaler`` takes it away after a step that returns. Left behind, the next one would multiply the two.
         """
         try:
-            self._check_release()
-            return list(self._pending(share))
-        except (TypeError, ValueError, RuntimeError):
+            yield
+        except BaseException:
             if hasattr(self.optimizer, "found_inf"):
                 del self.optimizer.found_inf
                 self.optimizer.__dict__.pop("grad_scale", None)
             raise
+
+    def _checked(self, share: Share | None) -> list[Pending]:
+        """What is pending, if nothing of it is refused."""
+        self._check_release()
+        return list(self._pending(share))
 
     def _check_release(self) -> None:
         """Refuse a loss scaler under gradient release."""
@@ -302,9 +309,9 @@ class Stepper:
         replay = Replay(works)
         try:
             replay.compile(scaling)
-        except torch.OutOfMemoryError:  # a RuntimeError too, and nothing that another engine would mend
-            raise
         except triton_errors() as error:
+            if "out of memory" in str(error):  # for a kernel's code, say: nothing that another engine would mend
+                raise
             reason = f"its kernels did not compile ({type(error).__name__}: {error})"
             raise TritonFailed(works, reason) from error
         return replay
@@ -364,7 +371,8 @@ class Stepper:
 
     def pending(self) -> list[Pending]:
         """What a step would work on now, checked, each with the optimizer's own state."""
-        found = self._checked(None)
+        with self._taking_scale_away():
+            found = self._checked(None)
         for item in found:
             item.state = self.state.get(item.param) or {}
         return found

@@ -235,9 +235,9 @@ def test_many_tensors_of_one_program_between_longer_ones() -> None:
 
 
 @triton.jit
-def _tensors_kernel(found, program_tensor, first_programs):
+def _tensors_kernel(found, first_tensors, first_programs):
     pid = tl.program_id(0)
-    tl.store(found + pid, tensor_of(pid, program_tensor, first_programs))
+    tl.store(found + pid, tensor_of(pid, first_tensors, first_programs))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def _tensors_kernel(found, program_tensor, first_programs):
 )
 def test_programs_find_their_tensors(counts: list[int]) -> None:
     firsts = [sum(counts[:n]) for n in range(len(counts))]
-    table = launch._tensors_of_programs(firsts, sum(counts))
+    table = launch._first_tensors(firsts, sum(counts))
     assert len(table) == -(-sum(counts) // 64) + 1
     found = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
     on_device = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (table, firsts)]
@@ -632,6 +632,24 @@ def test_a_skip_that_only_another_rank_knows_of_reaches_the_kernels() -> None:
     batch.skip = torch.tensor(False, device=DEVICE)
     engine.update([batch], [Scales(ones, ones)], gather=False)
     assert not torch.equal(batch.steps[0].param, before[0])
+
+
+def test_an_update_takes_no_memory_unless_it_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last update of a sharded step does not: a rank that failed there would have taken half of the step."""
+
+    def out_of_memory(self: launch.Launch) -> None:
+        raise torch.OutOfMemoryError("none is left")
+
+    batch = _batch(DEVICE, torch.float32, 0, Options.from_group({"lr": 8e-4}), torch.float32)
+    engine, scales = choose_engine("triton", DEVICE), [Scales(*(torch.ones(3, device=DEVICE) for _ in range(2)))]
+    before = [step.param.clone() for step in batch.steps]
+    monkeypatch.setattr(launch.Launch, "take_partials", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+        engine.update([batch], scales, gather=True)
+    for step, old in zip(batch.steps, before):
+        assert_same_bits(step.param, old)
+    engine.update([batch], scales, gather=False)
+    assert not any(torch.equal(step.param, old) for step, old in zip(batch.steps[:2], before))
 
 
 def test_the_same_run_twice_gives_the_same_bits() -> None:

@@ -633,8 +633,8 @@ def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
     """Kernels are compiled on GPUs only; their arguments can be followed anywhere."""
     seen: list[tuple[Any, ...]] = []
     names = ["pointers", "partials", "GATHER"]
-    with_them = launch.Ready(lambda *values, stream: seen.append((*values, stream)), [10, 20, True], names)
-    without = launch.Ready(lambda *values, stream: seen.append((*values, stream)), [10, 20], ["pointers", "sums"])
+    with_them = launch.BoundKernel(lambda *values, stream: seen.append((*values, stream)), [10, 20, True], names)
+    without = launch.BoundKernel(lambda *values, stream: seen.append((*values, stream)), [10, 20], ["pointers", "sums"])
     for ready in (with_them, without):
         ready.move_partials(30)
         ready(stream=7)
@@ -642,37 +642,50 @@ def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
     assert seen == [(10, 30, True, 7), (10, 30, True, 8), (10, 20, 7), (10, 20, 8)]
 
 
-def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(self: launch.Launch) -> None:
-        raise torch.OutOfMemoryError("none is left")
+def _out_of_memory(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("none is left")
 
+
+def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     race = running(steps=3)
     counts = race.replay.late[0].steps
     before = [counts.clone(), *(tensor.clone() for _, tensor, _ in race.states())]
     with monkeypatch.context() as full:
-        full.setattr(launch.Launch, "take_partials", out_of_memory)
+        full.setattr(launch.Launch, "take_partials", _out_of_memory)
         race.set_grads([normal(p.shape, 5, 1.0, p.dtype) for p in race.params])
+        race.optimizer.grad_scale, race.optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
         with pytest.raises(torch.OutOfMemoryError, match="none is left"):
             race.optimizer.step()
+    assert not hasattr(race.optimizer, "grad_scale")
     for old, new in zip(before, [counts, *(tensor for _, tensor, _ in race.states())], strict=True):
         assert torch.equal(old, new)
     go_on(race)
 
 
-def test_a_first_step_without_memory_for_partials_is_no_failure_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where "auto" took it for one, it would leave Triton for good."""
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory. Tried to allocate"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=["torch", "driver"],
+)
+def test_a_first_step_without_memory_is_no_failure_of_the_kernels(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver needs memory for a kernel's code, and says so by an error that compilers raise too."""
 
-    def out_of_memory(self: launch.Launch, **_: Any) -> None:
-        raise torch.OutOfMemoryError("none is left")
+    def fail(self: launch.Launch, **_: Any) -> None:
+        raise error
 
     params = [make(DEVICE) for make in weights(SHAPES, torch.bfloat16)]
     optimizer = optimizer_for(params, execution="triton")
     for param in params:
         param.grad = torch.ones_like(param)
+    given_up: dict[str, str] = {}
     with monkeypatch.context() as full:
-        full.setattr(launch.Launch, "compile", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError, match="none is left"):
+        full.setattr(engines, "_given_up", given_up)
+        full.setattr(launch.Launch, "compile", fail)
+        with pytest.raises(RuntimeError, match="out of memory") as raised:
             optimizer.step()
+    assert raised.value is error and not given_up
     assert not any(optimizer.state.values())
     _same_as_undisturbed(optimizer, params, execution="triton")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -73,8 +74,6 @@ class TritonEngine:
     name = "triton"
     numbers_on_device = True
 
-    holding_partials = staticmethod(holding_partials)
-
     def launches(self, batches: Sequence[Batch]) -> list[Launch]:
         """Plans for all tensors of the batches, one for each kind."""
         members: dict[tuple[Kind, torch.device], list[tuple[Batch, TensorStep]]] = {}
@@ -85,6 +84,10 @@ class TritonEngine:
 
     def prepare(self, batches: Sequence[Batch], *, gather: bool) -> None:
         """Nothing: unsharded steps compile their launches first (``Replay.compile``), sharded ones while measuring."""
+
+    def holding_partials(self, launches: Sequence[Launch]) -> AbstractContextManager[None]:
+        """Hold the memory that launches leave their sums in: for those who must not import Triton."""
+        return holding_partials(launches)
 
     def measure_lookahead(self, batches: Sequence[Batch]) -> list[Tensor]:
         tables = []
@@ -113,13 +116,12 @@ class TritonEngine:
         return tables
 
     def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
-        with holding_partials([launch for batch in batches for launch, _ in self.launches_of(batch)]):
-            tables = [
-                self._update_batch(batch, scale, gather=gather) for batch, scale in zip(batches, scales, strict=True)
-            ]
+        launches = [launch for batch in batches for launch, _ in self.launches_of(batch)]
+        with holding_partials(launches if gather else []):  # all of them, before the first launch that writes
+            tables = [self._update(batch, own, gather=gather) for batch, own in zip(batches, scales, strict=True)]
         return tables if gather else []
 
-    def _update_batch(self, batch: Batch, scales: Scales, *, gather: bool) -> Tensor:
+    def _update(self, batch: Batch, scales: Scales, *, gather: bool) -> Tensor:
         table = torch.zeros(len(batch.steps), NUM_SUMS, dtype=torch.float64, device=batch.device)
         for launch, rows in self.launches_of(batch):
             launch.begin(batch.skip)

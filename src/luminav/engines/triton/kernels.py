@@ -145,13 +145,13 @@ BAD = tl.constexpr(1024)  # more than the elements that a thread adds up in one 
 
 @triton.jit
 def lookahead_kernel(
-    pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
+    pointers, grads, numels, first_programs, first_tensors, numbers, keys, partials,
     GRAD: tl.constexpr, MOMENT: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, MATH: tl.constexpr,
     PAIRS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Single buffer: each program's Σ m̃². Changes nothing but partials."""
     pid = tl.program_id(0)
-    t = tensor_of(pid, program_tensor, first_programs)
+    t = tensor_of(pid, first_tensors, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     _, start, left = place(pid, t, first_programs, numels, BLOCK * ITERATIONS, ALIGNED)
@@ -176,7 +176,7 @@ def lookahead_kernel(
 
 @triton.jit
 def measure_kernel(
-    pointers, grads, numels, first_programs, program_tensor, numbers, keys, partials,
+    pointers, grads, numels, first_programs, first_tensors, numbers, keys, partials,
     PARAM_TYPE: tl.constexpr, MASTER_FORM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr,
     DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr, SCALED: tl.constexpr,
     MATH: tl.constexpr, PAIRS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, ITERATIONS: tl.constexpr,
@@ -184,7 +184,7 @@ def measure_kernel(
 ):  # fmt: skip
     """Each program's share of the sums. Changes nothing but partials."""
     pid = tl.program_id(0)
-    t = tensor_of(pid, program_tensor, first_programs)
+    t = tensor_of(pid, first_tensors, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     _, start, left, stride = place_program(
@@ -304,7 +304,7 @@ def store_partials(partials, pid, counts, pairs, direction_sq, param_sq, IN_BLOC
 
 @triton.jit
 def update_kernel(
-    pointers, grads, numels, first_programs, program_tensor, numbers, keys, steps, partials, first_indices,
+    pointers, grads, numels, first_programs, first_tensors, numbers, keys, steps, partials, first_indices,
     PARAM_TYPE: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, MASTER_FORM: tl.constexpr,
     DUAL: tl.constexpr, FLOORED: tl.constexpr, SHARED: tl.constexpr, CAUTIOUS: tl.constexpr,
     COORDINATE: tl.constexpr, STOCHASTIC: tl.constexpr, GATHER: tl.constexpr, SCALED: tl.constexpr,
@@ -315,7 +315,7 @@ def update_kernel(
     pid = tl.program_id(0)
     if not GATHER:  # from the end, whose elements the measure kernel has just left in the cache
         pid = tl.num_programs(0) - 1 - pid
-    t = tensor_of(pid, program_tensor, first_programs)
+    t = tensor_of(pid, first_tensors, first_programs)
     if tl.load(keys + t * KEY_WIDTH + ACTIVE) == 0:
         return
     chunk, start, left, stride = place_program(

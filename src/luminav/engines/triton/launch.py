@@ -122,7 +122,7 @@ class Kind:
         )
 
 
-class Ready:
+class BoundKernel:
     """A compiled kernel with its arguments, to be launched again and again.
 
     Args:
@@ -133,12 +133,12 @@ class Ready:
 
     def __init__(self, run: Callable[..., None], values: list[Any], names: Sequence[str]) -> None:
         self._run, self._values = run, values
-        self._place = names.index("partials") if "partials" in names else None
+        self._partials = names.index("partials") if "partials" in names else None
 
     def move_partials(self, address: int) -> None:
-        """Note that the partials are elsewhere in this step."""
-        if self._place is not None:
-            self._values[self._place] = address
+        """Note where the partials are in this step."""
+        if self._partials is not None:
+            self._values[self._partials] = address
 
     def __call__(self, **options: Any) -> None:
         self._run(*self._values, **options)
@@ -161,7 +161,7 @@ class Launch:
         self.device = self.steps_of[0].param.device
         self.scaled = False
         self._compiling = False
-        self._ready: dict[tuple[Any, ...], Ready] = {}
+        self._ready: dict[tuple[Any, ...], BoundKernel] = {}
         self.noted: list[tuple[Launch, Callable[..., None] | None]] | None = None
         """Where to note what is launched: the compiled kernel, or None for one that must be looked up every time."""
         self._guard = current_device(self.device)
@@ -193,7 +193,7 @@ class Launch:
         self.numels = self._int64([step.param.numel() for step in self.steps_of])
         self.first_programs = self._int32(firsts)
         self.num_programs = self._int32(counts)
-        self.program_tensor = self._int32(_tensors_of_programs(firsts, self.num_programs_in_all))
+        self.first_tensors = self._int32(_first_tensors(firsts, self.num_programs_in_all))
         self.tensor_group = self._int32([rows[id(batch)] for batch, _ in members])
         self.tensor_index = self._int64([step.index for step in self.steps_of])
         self.first_indices = self._int64([step.first_index for step in self.steps_of])
@@ -217,8 +217,7 @@ class Launch:
             if step.kept_scales is not None:
                 self.kept_scales[row] = torch.stack(step.kept_scales)
         self.partials: Tensor | None = None
-        """There while :func:`holding_partials` of the launch."""
-        self._partials_at = 0
+        """None outside :func:`holding_partials`."""
         self.lookahead_sums = torch.zeros(0 if self.kind.dual else num, 2, dtype=torch.float64, device=device)
         self.sums = torch.zeros(num, NUM_SUMS, dtype=torch.float64, device=device)
         self.whole_nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
@@ -231,14 +230,18 @@ class Launch:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
 
     def take_partials(self) -> None:
-        """Take memory for the partials of a step, whatever it holds: programs write what the scales kernels read."""
+        """Take memory for the partials, whatever it holds: those of inactive tensors are neither written nor read."""
         shape = (self.num_programs_in_all, columns.NUM_PARTIALS.value)
         self.partials = self.sums.new_empty(shape, dtype=torch.float32)
         address = self.partials.data_ptr()
-        if address != self._partials_at:
-            self._partials_at = address
-            for ready in self._ready.values():
-                ready.move_partials(address)
+        for kernel in self._ready.values():
+            kernel.move_partials(address)
+
+    def _held_partials(self) -> Tensor:
+        if self._compiling:
+            return self.numbers  # of their dtype, and as aligned; nothing is launched
+        assert self.partials is not None
+        return self.partials
 
     def grad_addresses(self) -> list[int]:
         """The gradients' addresses, 0 for none."""
@@ -315,8 +318,7 @@ class Launch:
 
     def measure_lookahead(self) -> None:
         """With one buffer: the sums of m̃² and from them the denominators, before :meth:`measure` or :meth:`update`."""
-        assert self.partials is not None
-        partials = self.partials.view(torch.float64)
+        partials = self._held_partials().view(torch.float64)
         self._launch(
             ("lookahead", self.scaled), kernels.lookahead_kernel, self.num_programs_in_all,
             *self._common(), partials, MATH=self.math, **self._types(), **self._shape(),
@@ -332,26 +334,28 @@ class Launch:
         kind = self.kind
         self._launch(
             ("measure", self.scaled), kernels.measure_kernel, self.num_programs_in_all,
-            *self._common(), self.partials, PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
+            *self._common(), self._held_partials(), PARAM_TYPE=TRITON_TYPES[kind.param], MASTER_FORM=kind.master,
             DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious, MATH=self.math, TILES=kind.tiles,
             **self._types(), **self._shape(),
         )  # fmt: skip
 
     def scale(self, *, reduce: bool, exact: bool = False, blend: bool = False) -> None:
         """Sums from partials (`reduce`); scales from sums, for this step (`exact`) or the next (`blend`)."""
+        partials = self._held_partials() if reduce else self.numbers
         self._launch(
             ("scales", reduce, exact, blend), scalars.scales_kernel, len(self.steps_of),
-            self.partials, self.first_programs, self.num_programs, self.numels, self.sums, self.nonfinite_counts,
+            partials, self.first_programs, self.num_programs, self.numels, self.sums, self.nonfinite_counts,
             self.whole_nonfinite, self.numbers, self.keys, self.tensor_group, self.groups, self.kept_scales,
             REDUCE=reduce, EXACT=exact, BLEND=blend, BLOCK=ROWS, num_warps=8,
         )  # fmt: skip
 
     def update(self, *, gather: bool) -> None:
-        """New weights, moments and step counts."""
+        """New weights, moments and step counts; with `gather` also partials."""
         kind = self.kind
+        partials = self._held_partials() if gather else self.numbers
         self._launch(
             ("update", gather, self.scaled), kernels.update_kernel, self.num_programs_in_all,
-            *self._common(), self.steps, self.partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
+            *self._common(), self.steps, partials, self.first_indices, PARAM_TYPE=TRITON_TYPES[kind.param],
             MASTER_FORM=kind.master, DUAL=kind.dual, FLOORED=kind.floored, CAUTIOUS=kind.cautious,
             COORDINATE=kind.coordinate, STOCHASTIC=kind.stochastic, GATHER=gather, MATH=self.math, OFFSET=self.offset,
             TILES=kind.tiles, **self._types(), **self._shape(),
@@ -374,13 +378,12 @@ class Launch:
             return
         self._compiling = True
         self.compute_numbers(grad_scale, found_inf, kept=not exact)
-        with holding_partials([self]):
-            if not self.kind.dual:
-                self.measure_lookahead()
-            if exact:
-                self.measure()
-            self.scale(reduce=True, exact=exact, blend=not exact and self.one_pass)
-            self.update(gather=not exact)
+        if not self.kind.dual:
+            self.measure_lookahead()
+        if exact:
+            self.measure()
+        self.scale(reduce=True, exact=exact, blend=not exact and self.one_pass)
+        self.update(gather=not exact)
         self._compiling = False
 
     def _launch(self, key: tuple[Any, ...] | None, kernel: Any, num_programs: int, *args: Any, **options: Any) -> None:
@@ -409,7 +412,7 @@ class Launch:
             if key is not None and RELAUNCHES and self.device.type == "cuda":
                 values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
                 values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-                self._ready[key] = Ready(compiled[(num_programs, 1, 1)], values, kernel.arg_names)
+                self._ready[key] = BoundKernel(compiled[(num_programs, 1, 1)], values, kernel.arg_names)
 
     def launch_again(self, kernels: Sequence[Callable[..., None]]) -> None:
         """Launch kernels, of this device, that were noted before."""
@@ -421,7 +424,7 @@ class Launch:
 
     def _common(self) -> tuple[Tensor, ...]:
         return (
-            self.pointers, self.grads, self.numels, self.first_programs, self.program_tensor, self.numbers, self.keys,
+            self.pointers, self.grads, self.numels, self.first_programs, self.first_tensors, self.numbers, self.keys,
         )  # fmt: skip
 
     def _types(self) -> dict[str, Any]:
@@ -458,8 +461,13 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return context
 
 
-def _tensors_of_programs(firsts: Sequence[int], num_programs: int) -> list[int]:
-    """The table `program_tensor`."""
+def _first_tensors(firsts: Sequence[int], num_programs: int) -> list[int]:
+    """The table of that name: its last entry is where a search behind the last but one ends.
+
+    Args:
+        firsts: The first program of each tensor. Every tensor has one, or it would not be found.
+        num_programs: Of all tensors.
+    """
     entries = range(0, num_programs, columns.PROGRAMS_PER_ENTRY.value)
     return [*(bisect_right(firsts, program) - 1 for program in entries), len(firsts) - 1]
 

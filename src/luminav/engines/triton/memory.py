@@ -20,9 +20,12 @@ from luminav.engines.triton.tables import (
 
 
 @triton.jit
-def tensor_of(pid, program_tensor, first_programs):
-    """Which tensor a program works on: the last one that begins no later, by bisection between two known ones."""
-    entry = program_tensor + pid // PROGRAMS_PER_ENTRY
+def tensor_of(pid, first_tensors, first_programs):
+    """Which tensor a program works on: the last one that begins no later, by bisection between two known ones.
+
+    They are the same within a long tensor. Every tensor has a program, so there are at most 64 to search.
+    """
+    entry = first_tensors + pid // PROGRAMS_PER_ENTRY
     t = tl.load(entry)
     last = tl.load(entry + 1)
     while t < last:

@@ -10,7 +10,7 @@ device:
     numels          int64  [tensors]
     first_programs  int32  [tensors]                 the first program of each tensor
     num_programs    int32  [tensors]
-    program_tensor  int32  [programs / 64 + 1]       which tensor every 64th program works on, and the last tensor
+    first_tensors   int32  [⌈programs / 64⌉ + 1]     the tensor of every 64th program, and the last tensor
     groups          FP64   [groups, GROUP_WIDTH]     the groups' options. Refreshed when they change
     tensor_group    int32  [tensors]
     tensor_index    int64  [tensors]                 position in the optimizer, for the noise
@@ -23,9 +23,10 @@ device:
     lookahead_sums  FP64   [tensors, 2]              Σ m̃² and the number of elements, with one buffer; else empty
     sums            FP64   [tensors, NUM_SUMS]
 
-Between two launches of a step programs leave their sums in `partials`, FP32 [programs, NUM_PARTIALS], or Σ m̃² of the
-single buffer as FP64 [programs] in the same memory. It is taken when a step begins and given back when it ends, since
-it is far larger than all tables together, and the model's activations can use it in between.
+Between two launches programs leave their sums in `partials`, FP32 [programs, NUM_PARTIALS], or Σ m̃² of the single
+buffer as FP64 [programs] in the same memory. For a large model it is far larger than all tables together, and held for
+as long as a step takes (a sharded one: from a measurement or an update to its sums), so that activations can use it in
+between.
 """
 
 from __future__ import annotations
@@ -66,5 +67,5 @@ CAUTIOUS_SCALE, BOUND_SCALE = (tl.constexpr(i) for i in range(2))
 
 NUM_PARTIALS = tl.constexpr(4)
 PROGRAMS_PER_ENTRY = tl.constexpr(64)
-"""Of `program_tensor`."""
+"""How many programs an entry of `first_tensors` stands for."""
 NUM_SUMS = tl.constexpr(rule.NUM_SUMS)

@@ -10,9 +10,9 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
+import interpreted
 import support
 import torch
 from runs import LATE, STEP_MODES, all_modes, new_params, state_of, take_steps
@@ -28,15 +28,6 @@ SHAPES = {
     "triton": ((9, 11), (0, 3)),
 }
 STEPS = {"foreach": LATE + 2, "single": LATE + 2, "triton": 2}
-
-
-def small_programs() -> None:
-    """In the interpreter, a program's share of a tensor as small as these tensors are: it computes whole blocks."""
-    from luminav.engines.triton import launch
-
-    launch.IN_WHOLE = replace(launch.IN_WHOLE, block=64, iterations=1)
-    launch.IN_CODES = replace(launch.IN_CODES, block=64, iterations=1)
-    launch.SPAN = 64
 
 
 def modes(engine: str, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -63,7 +54,8 @@ def main(engines: list[str]) -> None:
     runs = {}
     for engine in engines:
         if engine == "triton":
-            small_programs()
+            interpreted.small_programs()
+            interpreted.do_nothing_twice()
         for dtype in DTYPES:
             for name, options in modes(engine, dtype):
                 params = new_params(dtype, SHAPES[engine])

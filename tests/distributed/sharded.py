@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import interpreted
 import torch
 import torch.distributed as dist
 from support import normal
@@ -346,6 +347,8 @@ def run_along_one_rank(option_sets: Sequence[dict[str, Any]]) -> list[bool]:
 
 def compare_triton(cases: Sequence[tuple[str, bool]], option_sets: Sequence[dict[str, Any]]) -> list[Difference]:
     """:func:`compare` with the Triton engine, for several ways, with and without missing gradients."""
+    interpreted.small_programs()
+    interpreted.do_nothing_twice()
     option_sets = [{**options, "execution": "triton"} for options in option_sets]
-    shapes = SHAPES[:1] + SHAPES[-2:]  # the interpreter takes a tenth of a second for a tensor
+    shapes = SHAPES[:1] + SHAPES[-2:]  # the interpreter takes hundredths of a second for a tensor
     return [d for way, missing in cases for d in compare(way, option_sets, missing=missing, shapes=shapes, steps=3)]

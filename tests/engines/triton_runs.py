@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 from support import LAYOUTS, SIXTEEN_BIT, bits, dtype_name, master_of, normal, optimizer_for
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     DEVICE = torch.device("cpu")
+    interpreted.do_nothing_twice()
 elif torch.cuda.is_available():
     DEVICE = torch.device("cuda", torch.cuda.current_device())
 elif hasattr(torch, "xpu") and torch.xpu.is_available():

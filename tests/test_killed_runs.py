@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from runs import assert_same_state, state_of, take_steps
@@ -41,10 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_CONTEXT: Any = multiprocessing.get_context(_METHOD)
-if _METHOD == "forkserver":
-    _CONTEXT.set_forkserver_preload(["luminav", "torch._dynamo"])
+_CONTEXT = forked.context()
 
 
 def train(folder: Path, options: dict[str, Any], last_call: float) -> None:

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked
+
 TINY = (
     *("demo", "--data", "text.txt", "--steps", "12", "--width", "16", "--layers", "1", "--heads", "2"),
     *("--context", "16", "--batch-size", "4", "--validation-bytes", "512", "--checkpoint-every", "4"),
 )
 """A demo of a second or two."""
 
-_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-_CONTEXT = multiprocessing.get_context(_METHOD)
-if _METHOD == "forkserver":
-    _CONTEXT.set_forkserver_preload(["luminav.cli.app", "torch._dynamo"])
+_CONTEXT = forked.context()
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,11 @@ def luminav(*arguments: str | Path, folder: Path, signal_at: SignalAt | None = N
 
 def start(*arguments: str | Path, folder: Path, signal_at: SignalAt | None = None) -> multiprocessing.Process:
     """Start ``luminav`` and return its process."""
-    process = _CONTEXT.Process(target=_child, args=([str(a) for a in arguments], folder, signal_at))
+    process: multiprocessing.Process = _CONTEXT.Process(
+        target=_child, args=([str(a) for a in arguments], folder, signal_at)
+    )
     process.start()
-    return process  # type: ignore[return-value]
+    return process
 
 
 def _child(arguments: list[str], folder: Path, signal_at: SignalAt | None) -> None:

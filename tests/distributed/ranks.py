@@ -18,20 +18,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = 60.0
 """Seconds after which a collective that some rank does not join raises on the others."""
-
-PRELOADED = [
-    "torch._dynamo",  # the optimizer's step imports it, which takes seconds
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "luminav",
-]
 
 needs_gloo = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs torch.distributed with gloo"
@@ -115,9 +108,7 @@ def start(
         fresh: Start new interpreters, which see the environment as it is now; it takes seconds.
         arguments: The same for every rank.
     """
-    context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload(PRELOADED)
+    context: Any = multiprocessing.get_context("spawn") if fresh else forked.context()
     file = folder / f"meet{time.monotonic_ns()}"
     began = time.monotonic()
     processes, answers = [], []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("triton_aot.py")
 TARGETS = [
-    *(("cuda", arch) for arch in ("75", "80", "86", "89", "90", "100", "120")),
+    *(("cuda", arch) for arch in ("75", "80", "86", "89", "100", "120")),  # for 90, every plan: the second test
     ("hip", "gfx942"),
     ("hip", "gfx1100"),
 ]
@@ -49,17 +49,22 @@ def test_kernels_compile_and_do_not_spill(backend: str, arch: str, tmp_path: Pat
     """
     results = compile_for(backend, arch, tmp_path)
     assert {result["kernel"] for result in results} == KERNELS
-    spilling = [r for r in results if r["spilled"] > FEW_BYTES and "unaligned" not in r["plan"]]
-    assert not spilling or arch == "75", spilling
+    assert not spilling(results) or arch == "75", spilling(results)
 
 
-def test_the_loops_load_vectors_before_they_compute(tmp_path: Path) -> None:
+def spilling(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [r for r in results if r["spilled"] > FEW_BYTES and "unaligned" not in r["plan"]]
+
+
+def test_no_plan_spills_and_the_loops_load_vectors_before_they_compute(tmp_path: Path) -> None:
     """8 or 16 bytes a thread and access for aligned tensors, and loads that are under way three iterations ahead.
 
     They go into shared memory: a load into registers would be waited for, and the assembler likes to move it down to
     its first use. Measured on an H200, that and scalar loads separate the kernels from the memory's speed.
     """
     results = compile_for("cuda", "90", tmp_path, "--all", "--code")
+    assert {result["kernel"] for result in results} == KERNELS
+    assert not spilling(results), spilling(results)
     loops = {(r["kernel"], r["plan"]): r["loop"] for r in results if "loop" in r and "unaligned" not in r["plan"]}
     assert len(loops) >= 12
     for (kernel, plan), loop in loops.items():

@@ -215,7 +215,7 @@ def test_layouts_change_no_bit_and_are_kept(engine: str, dtype: torch.dtype, lay
     ):
         grads = gradients(shape, 3, 2, dtype=dtype)
         plain, plain_state = train(normal(shape, 1), grads, dtype=dtype, execution=engine, **mode)
-        for param_layout, grad_layout in itertools.product(("contiguous", layout), repeat=2):
+        for param_layout, grad_layout in sorted({(layout, layout), ("contiguous", layout), (layout, "contiguous")}):
             param = parameter(normal(shape, 1), dtype, param_layout)
             stride, address = param.stride(), param.data_ptr()
             whole = torch.empty(0, dtype=dtype).set_(param.detach().untyped_storage())

@@ -60,7 +60,7 @@ def upper_bound(differences: Sequence[float]) -> float:
 # ---- training quality ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_pure_bf16_trains_as_well_as_fp32_weights(corpus: Corpus, bench: Bench) -> None:
     """The same rule, 6 bytes a parameter against 12: the loss is at most 0.03 nats, one percent, higher."""
     pairs = [
@@ -72,7 +72,7 @@ def test_pure_bf16_trains_as_well_as_fp32_weights(corpus: Corpus, bench: Bench) 
     assert upper_bound([bf16["val_loss"] - fp32["val_loss"] for bf16, fp32 in pairs]) < 0.03
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_fine_tuning_moves_with_stochastic_rounding_and_stands_still_without(
     corpus: Corpus, bench: Bench, tmp_path: Path
 ) -> None:

@@ -126,7 +126,7 @@ def assert_as_foreach(got: dict[str, Tensor], expected: dict[str, Tensor], dtype
     assert differing <= 1e-3 * total
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.usefixtures("_small_slabs")
 @by_combination
 def test_compiled_steps_are_those_of_foreach(name: str) -> None:
@@ -354,7 +354,7 @@ def _threads_as_before() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 @pytest.mark.usefixtures("_threads_as_before")
 def test_the_number_of_threads_changes_no_bit() -> None:
     results = []

@@ -56,6 +56,7 @@ def spilling(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [r for r in results if r["spilled"] > FEW_BYTES and "unaligned" not in r["plan"]]
 
 
+@pytest.mark.slow(40)
 def test_no_plan_spills_and_the_loops_load_vectors_before_they_compute(tmp_path: Path) -> None:
     """8 or 16 bytes a thread and access for aligned tensors, and loads that are under way three iterations ahead.
 

@@ -23,7 +23,7 @@ PARTS = {
     "replay": ("test_triton_replay.py", ""),
     "custody": ("test_triton_custody.py", ""),
 }
-"""File and `-k` expression; each a process of about half a minute."""
+"""File and `-k` expression; each a process of up to a minute and a half."""
 
 
 def why_not() -> str | None:
@@ -36,7 +36,7 @@ def why_not() -> str | None:
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.slow(80)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("part", PARTS)
 def test_in_the_interpreter(part: str) -> None:

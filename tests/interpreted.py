@@ -27,7 +27,7 @@ def do_nothing_twice() -> None:
     from triton.runtime import interpreter
 
     builder: Any = interpreter.interpreter_builder
-    if not builder.options.debug:
+    if getattr(builder.options, "sanitize_overflow", False) and not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
     patch: Any = interpreter._patch_lang
     nothing: Any = getattr(interpreter, "_LangPatchScope", lambda: None)

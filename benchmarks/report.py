@@ -190,8 +190,8 @@ def pretraining(rows: Rows) -> list[str]:
         "of luminav 1.3.3. For an A100 80 GB (its GB are GiB) the public package states the peaks and optimizer times",
         "that stand beside ours, losses of about 13.0 falling to 8.8–9.1 in 250 steps, and a cosine of 0.94 between",
         "the weights of exact and one-pass runs. Without flash-linear-attention `smallest` was run before its variance",
-        "was one of tiles, with a number for every 64 elements: the memory is the same, the losses are that form's. All",
-        "of ours were run when the Triton engine kept 10 MB between steps that it holds for a step's length now.",
+        "was one of tiles, with a number for every 64 elements: the memory is the same, the losses are that form's.",
+        "All of ours were run when the Triton engine kept 10 MB that it holds for the length of a step now.",
         "",
     ]
     with_kernels, plain = _pretraining_settings(rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -608,7 +608,39 @@ def test_partials_are_held_during_a_step_only(options: dict[str, Any]) -> None:
     assert all(value.numel() < programs for value in vars(kept).values() if isinstance(value, Tensor))
 
 
+class CompiledAhead:
+    """A kernel of the interpreter that is compiled ahead, and launched again with the arguments of its source."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.kernel[grid]
+
+    def warmup(self, *_: Any, grid: tuple[int, ...], **__: Any) -> dict[tuple[int, ...], Callable[..., None]]:
+        return {(*grid, 1, 1): lambda *values, stream=None: self.kernel[grid](*values)}
+
+
+@pytest.fixture
+def compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are kept in the interpreter as they are on a GPU."""
+
+    def launch_again(self: launch.Launch, kernels: Sequence[Callable[..., None]]) -> None:
+        for kernel in kernels:
+            kernel(stream=7)
+
+    if not INTERPRETED:
+        return
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "RELAUNCHES", True)
+    monkeypatch.setattr(launch.Launch, "launch_again", launch_again)
+    for module in (launch.kernels, launch.scalars):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, CompiledAhead(getattr(module, name)))
+
+
 @by_partials_mode
+@pytest.mark.usefixtures("compiled_ahead")
 def test_partials_lie_elsewhere_in_every_step_and_may_hold_anything(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []  # kept, so that the next ones are others
     take = launch.Launch.take_partials
@@ -622,9 +654,13 @@ def test_partials_lie_elsewhere_in_every_step_and_may_hold_anything(mode: str, m
     race = running(steps=3, shapes=[(3 * triton_runs.span() + 5,), (33,)], **PARTIALS_MODES[mode])
     kept = race.replay
     go_on(race)
+    assert kept._kernels
+    for old in taken:
+        old.fill_(7.0)
     race.step([None, normal((33,), 1, 1.0, torch.bfloat16)])
     go_on(race)
     assert race.replay is kept
+    assert all((old == 7.0).all() for old in taken[:-3]), "a launch wrote where the partials of another step were"
     places = {tensor.data_ptr() for tensor in taken}
     assert len(places) == len(taken) >= 8
 
@@ -636,7 +672,7 @@ def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
     with_them = launch.BoundKernel(lambda *values, stream: seen.append((*values, stream)), [10, 20, True], names)
     without = launch.BoundKernel(lambda *values, stream: seen.append((*values, stream)), [10, 20], ["pointers", "sums"])
     for ready in (with_them, without):
-        ready.move_partials(30)
+        ready.set_partials(30)
         ready(stream=7)
         ready(stream=8)
     assert seen == [(10, 30, True, 7), (10, 30, True, 8), (10, 20, 7), (10, 20, 8)]

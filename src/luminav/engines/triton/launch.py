@@ -127,7 +127,7 @@ class BoundKernel:
 
     Args:
         run: Launches the kernel.
-        values: Its arguments, addresses for tensors.
+        values: Its arguments; for tensors, addresses where those will do.
         names: What they are called.
     """
 
@@ -135,10 +135,10 @@ class BoundKernel:
         self._run, self._values = run, values
         self._partials = names.index("partials") if "partials" in names else None
 
-    def move_partials(self, address: int) -> None:
+    def set_partials(self, partials: Any) -> None:
         """Note where the partials are in this step."""
         if self._partials is not None:
-            self._values[self._partials] = address
+            self._values[self._partials] = partials
 
     def __call__(self, **options: Any) -> None:
         self._run(*self._values, **options)
@@ -233,9 +233,21 @@ class Launch:
         """Take memory for the partials, whatever it holds: those of inactive tensors are neither written nor read."""
         shape = (self.num_programs_in_all, columns.NUM_PARTIALS.value)
         self.partials = self.sums.new_empty(shape, dtype=torch.float32)
-        address = self.partials.data_ptr()
+        self._hand_on(self.partials)
+
+    def give_back_partials(self) -> None:
+        """Let go of them: all launches that need them are ordered, on the stream that their memory belongs to."""
+        self.partials = None
+        self._hand_on(None)
+
+    def _hand_on(self, partials: Tensor | None) -> None:
+        argument = self._argument(partials)
         for kernel in self._ready.values():
-            kernel.move_partials(address)
+            kernel.set_partials(argument)
+
+    def _argument(self, value: Any) -> Any:
+        """What a compiled kernel is launched with: for a tensor its address, where that is known to work."""
+        return value.data_ptr() if isinstance(value, Tensor) and self.device.type == "cuda" else value
 
     def _held_partials(self) -> Tensor:
         if self._compiling:
@@ -409,9 +421,8 @@ class Launch:
                 kernel[(num_programs,)](*args, **options)
                 return
             compiled = kernel.warmup(*args, grid=(num_programs,), **options)
-            if key is not None and RELAUNCHES and self.device.type == "cuda":
-                values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
-                values = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+            if key is not None and RELAUNCHES:
+                values = [*map(self._argument, args), *(options[name] for name in kernel.arg_names[len(args) :])]
                 self._ready[key] = BoundKernel(compiled[(num_programs, 1, 1)], values, kernel.arg_names)
 
     def launch_again(self, kernels: Sequence[Callable[..., None]]) -> None:
@@ -450,7 +461,7 @@ def holding_partials(launches: Sequence[Launch]) -> Iterator[None]:
         yield
     finally:
         for launch in launches:
-            launch.partials = None
+            launch.give_back_partials()
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -289,6 +289,7 @@ def scaled_run(claims: Claims, mode: str) -> list[Tensor]:
             scale *= scaler.get_backoff_factor()
         new_grads(params, step)
         for param in params:
+            assert param.grad is not None
             param.grad.mul_(scale)
         if step == OVERFLOW_AT + 1:
             claim_no_sync(claims, f"{mode}/sync", lambda: scaler.step(optimizer))
@@ -303,7 +304,9 @@ def overflow(
 ) -> None:
     """A step with an infinite gradient element."""
     new_grads(params, 50)
-    params[-1].grad[7] = float("inf")
+    last = params[-1].grad
+    assert last is not None
+    last[7] = float("inf")
     before = snapshot(params, optimizer)
     claim_no_sync(claims, f"{mode}/overflow_sync", lambda: scaler.step(optimizer))
     scaler.update()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import _checkout  # noqa: F401
 import _measure
 import torch
@@ -32,7 +34,7 @@ def check_large(claims: Claims) -> None:
     grad = torch.empty_like(weight)
     ours, reference = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(weight)
     ours.grad = reference.grad = grad
-    options = {"lr": LR, "fused_single_pass": True}
+    options: dict[str, Any] = {"lr": LR, "fused_single_pass": True}
     optimizers = [
         LuminaV([ours], execution="triton", **options),
         LuminaV([reference], execution="single", **options),

@@ -80,7 +80,7 @@ def draw_chart(path: Path, image: Path = IMAGE, steps: int = 250) -> Path:
 def _losses(panel: Any, figures: Figures) -> None:
     from matplotlib import colormaps
 
-    colours = colormaps["tab20"].colors
+    colours = colormaps["tab20"].resampled(20)(range(20))
     for number, (name, values) in enumerate(figures.items()):
         points = sorted((int(key.removeprefix("loss_")), value) for key, value in values.items() if key[:5] == "loss_")
         points = [(1, values["first_loss"]), *points] if "first_loss" in values else points

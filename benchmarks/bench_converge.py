@@ -51,7 +51,14 @@ RECIPES = {
     "wsd": Recipe("wsd", steps=700, warm_up=100, schedule="wsd"),
     "finetune": Recipe("finetune", steps=120, warm_up=10, schedule="constant", eval_batches=8, eval_every=20),
 }
-TINY = {"steps": 60, "warm_up": 10, "eval_batches": 2, "eval_every": 20, "last_evals": 3, "last_every": 5}
+TINY: dict[str, Any] = {
+    "steps": 60,
+    "warm_up": 10,
+    "eval_batches": 2,
+    "eval_every": 20,
+    "last_evals": 3,
+    "last_every": 5,
+}
 FINETUNE_LR = 1e-5
 START_LR = 1.5e-3
 FINETUNE = ("adamw-fp32", "luminav-fp32", "luminav-full", "luminav-none", "luminav-nearest")
@@ -210,8 +217,8 @@ def _wanted(arguments: argparse.Namespace, ledger: Ledger, recipe: str) -> list[
     """(contender, lr, seed) of every run that the options ask for."""
     runs: list[tuple[str, float, int]] = []
     for word in ",".join(arguments.runs).split(",") if arguments.runs else []:
-        name, lr, seed = word.rsplit(":", 2)
-        runs.append((name, float(lr), int(seed)))
+        name, rate, number = word.rsplit(":", 2)
+        runs.append((name, float(rate), int(number)))
     for name in _names(arguments.grid, arguments.public_luminav):
         runs += [(name, lr, 0) for lr in arguments.lr or find_contender(name).grid]
     if arguments.finetune:
@@ -219,10 +226,10 @@ def _wanted(arguments: argparse.Namespace, ledger: Ledger, recipe: str) -> list[
         return [(name, FINETUNE_LR, seed) for seed in seeds for name in arguments.contenders or FINETUNE]
     best = {}
     for name in _names(arguments.paired, arguments.public_luminav):
-        lr = ledger.best_lr(name, arguments.size, recipe) or ledger.best_lr(name, "40m", recipe)
-        if lr is None:
+        found = ledger.best_lr(name, arguments.size, recipe) or ledger.best_lr(name, "40m", recipe)
+        if found is None:
             raise SystemExit(f"--paired {name} needs its learning rates first: run --grid {name}.")
-        best[name] = lr
+        best[name] = found
     return runs + [(name, lr, seed) for seed in range(arguments.seeds) for name, lr in best.items()]
 
 

@@ -30,11 +30,11 @@ from typing import Any
 import _checkout  # noqa: F401
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from _rows import RESULTS, append_rows
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luminav import LuminaV
@@ -119,9 +119,9 @@ def main() -> None:
     worlds = arguments.ranks or ([2, 4] if arguments.device == "cpu" else [torch.cuda.device_count()])
     rows = []
     for world in worlds:
-        answers = mp.get_context("spawn").SimpleQueue()
+        answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank, (world, f"{folder}/meet", arguments.device, answers), nprocs=world)
+            spawn(rank, (world, f"{folder}/meet", arguments.device, answers), nprocs=world)
             while not answers.empty():
                 mode, num_params, figures = answers.get()
                 print(f"{mode:8} {world} ranks {num_params:5} tensors", {k: round(v, 3) for k, v in figures.items()})

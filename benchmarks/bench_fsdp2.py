@@ -21,22 +21,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import _checkout  # noqa: F401
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from _claims import most_ulps
 from _pretrain_run import CONFIG, build_model, loss_of, text_tokens
 from _rows import RESULTS, append_rows
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_folder
+from torch.distributed.checkpoint.state_dict_saver import save as save_folder
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from luminav import LuminaV, distributed, plan
+from luminav import LuminaV, plan
 from luminav.cli.demo.model import ByteTransformer, ModelShape
+from luminav.domains import Domain
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from train_fsdp2 import start_process_group
@@ -133,7 +136,7 @@ def equal(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
 @contextmanager
 def timed_collectives(device: torch.device, times: list[tuple[Any, Any]]) -> Iterator[None]:
     """Record events around the optimizer's own collectives."""
-    original = distributed.Domain._gather
+    original = Domain._gather
 
     def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
         pair = events(device)
@@ -143,11 +146,8 @@ def timed_collectives(device: torch.device, times: list[tuple[Any, Any]]) -> Ite
         times.append(pair)
         return result
 
-    distributed.Domain._gather = timed
-    try:
+    with mock.patch.object(Domain, "_gather", timed):
         yield
-    finally:
-        distributed.Domain._gather = original
 
 
 class _HostEvent:
@@ -210,7 +210,9 @@ def speed_of(
     batches = tokens.view(arguments.steps, -1).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    steps, updates, collectives = [], [], []
+    steps: list[Any] = []
+    updates: list[Any] = []
+    collectives: list[Any] = []
     with timed_collectives(device, collectives):
         for batch in batches:
             step, update = events(device), events(device)
@@ -260,7 +262,7 @@ def save(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
         optimizer = LuminaV(model.parameters(), lr=3e-3, execution=arguments.execution, **options)
         run(model, optimizer, range(STOP), dtype)
         weights, state = get_state_dict(model, optimizer)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=arguments.folder / name)
+        save_folder({"model": weights, "optimizer": state}, checkpoint_id=arguments.folder / name)
         run(model, optimizer, range(STOP, STEPS), dtype)
         ended = whole(model)
         if dist.get_rank() == 0:
@@ -276,8 +278,8 @@ def resume(device: torch.device, arguments: argparse.Namespace) -> list[Row]:
         model = byte_model(device, dtype, sharded=True)
         optimizer = LuminaV(model.parameters(), lr=3e-3, execution=arguments.execution, **options)
         weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state}
-        dcp.load(saved, checkpoint_id=arguments.folder / name)
+        saved: dict[str, Any] = {"model": weights, "optimizer": state}
+        load_folder(saved, checkpoint_id=arguments.folder / name)
         set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
         run(model, optimizer, range(STOP, STEPS), dtype)
         share, ulps, error = compare(whole(model), torch.load(arguments.folder / f"{name}.pt"))

@@ -154,13 +154,13 @@ class Session:
                 self.failures += 1
                 rows: list[tuple[str, float | str, str]] = [(case, f"failed: {found}", "promise")]
             else:
-                found, versions = found
+                figures, versions = found
                 self.longest = max(time.monotonic() - began, self.longest or 0.0)
-                shown = "  ".join(f"{key} {found[key]:.4g}" for key in SHOWN if key in found)
+                shown = "  ".join(f"{key} {figures[key]:.4g}" for key in SHOWN if key in figures)
                 print(f"{name:20}{shown}  ({time.monotonic() - began:.0f} s)", flush=True)
                 rows = [
                     (f"{case}/{key}", value, unit_of(key))
-                    for key, value in found.items()
+                    for key, value in figures.items()
                     if math.isfinite(value) and not (self.arguments.per_gpu > 1 and key.endswith("_ms"))
                 ]
             append_rows(rows, "cuda" if torch.cuda.is_available() else "cpu", self.arguments.out, versions)

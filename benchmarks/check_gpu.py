@@ -25,7 +25,8 @@ from pathlib import Path
 
 import _checkout  # noqa: F401
 import torch
-from _gpu_checks import CHECKS, MODES, TIMED, Claims, check_small
+from _claims import Claims
+from _gpu_checks import CHECKS, MODES, TIMED, check_small
 from _rows import RESULTS, append_rows
 
 WORKER_SECONDS = 240

@@ -177,6 +177,7 @@ def measure(steps: int, beta2: float) -> dict[str, float]:
     for step in range(1, steps + 1):
         model.loss(corpus.batch(0, step, 8)).backward()
         for param, (reference, others) in zip(followed, trackers, strict=True):
+            assert param.grad is not None
             grad = param.grad.float()
             u = reference.direction(grad, step, beta2)
             squares += float(u.square().sum()) if step > steps // 2 else 0.0

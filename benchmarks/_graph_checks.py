@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import _checkout  # noqa: F401
@@ -119,8 +121,11 @@ def captured_run(dtype: torch.dtype, options: dict[str, Any]) -> Run:
     return result
 
 
-def captured_step_run(dtype: torch.dtype, options: dict[str, Any]) -> Run:
-    """Capture the optimizer's step alone; the gradients stay in place."""
+def captured_step_run(dtype: torch.dtype, options: dict[str, Any], *, mixed: bool = False) -> Run:
+    """Capture the optimizer's step alone; the gradients stay in place.
+
+    With `mixed` every third step is an eager one, and device memory is used for something else in between.
+    """
     training = Training(dtype, True, options)
     training.warm_up(set_to_none=False)
     graph = torch.cuda.CUDAGraph()
@@ -130,33 +135,19 @@ def captured_step_run(dtype: torch.dtype, options: dict[str, Any]) -> Run:
         training.feed(step)
         training.optimizer.zero_grad(set_to_none=False)
         training.backward()
-        graph.replay()
-    return training.result()
-
-
-def mixed_run(dtype: torch.dtype, options: dict[str, Any]) -> Run:
-    """Capture the step alone, then replay it and take eager steps in turns, device memory being used in between."""
-    training = Training(dtype, True, options)
-    training.warm_up(set_to_none=False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        training.optimizer.step()
-    for step in range(WARM_UP, STEPS):
-        training.feed(step)
-        training.optimizer.zero_grad(set_to_none=False)
-        training.backward()
-        if step % 3:
-            graph.replay()
-        else:
+        if mixed and step % 3 == 0:
             training.optimizer.step()
-        others = disturb_device_memory()
-        del others
+        else:
+            graph.replay()
+        if mixed:
+            disturb_device_memory()
     return training.result()
 
 
-def disturb_device_memory() -> list[Tensor]:
-    """Fill what device memory is free again: a step's working memory, if anything still read or wrote there."""
-    return [torch.full((size,), torch.nan, device=_measure.DEVICE) for size in (32, 128, 512, 2048, 8192) * 4]
+def disturb_device_memory() -> None:
+    """Fill what device memory is free again, a step's working memory among it, with NaN."""
+    for_a_moment = [torch.full((size,), torch.nan, device=_measure.DEVICE) for size in (32, 128, 512, 2048, 8192) * 4]
+    del for_a_moment
 
 
 def disturb_pinned_memory() -> list[Tensor]:
@@ -174,7 +165,11 @@ def check_graphs(claims: Claims) -> None:
         plain, _ = eager_run(dtype, False, MODES[mode])
         ulps = max(most_ulps(a, b) for a, b in zip(weights, plain))
         claims.claim(f"{name}/not_capturable", ulps <= 1, f"{ulps} ulp at most between capturable and not", ulps, "ulp")
-    runs = {"step_captured": captured_step_run, "training_captured": captured_run, "eager_in_turns": mixed_run}
+    runs: dict[str, Callable[..., Run]] = {
+        "step_captured": captured_step_run,
+        "training_captured": captured_run,
+        "eager_in_turns": functools.partial(captured_step_run, mixed=True),
+    }
     for what, run in runs.items():
         for dtype, mode in cases:
             name = name_of(dtype, mode)

@@ -84,8 +84,8 @@ def device_ms(step: Call, prepare: Call, repeats: int, seconds: float) -> float:
 def spaced_ms(step: Call, prepare: Call, repeats: int) -> float:
     """Median time between events around a step that a pause comes before, as a backward pass does in training.
 
-    Steps of an H200 that compute much while they move memory reach its limit of 700 W if they follow each other, and
-    its clock falls from 1980 to 1400 MHz within a second (NVML gives the power cap as the reason). Alone they do not.
+    Steps that compute much while they move memory reach the card's power limit if they follow each other, and its clock
+    falls (on an H200 NVML named the power cap as the reason). Alone they do not.
     """
     times = []
     for _ in range(repeats):

@@ -1,6 +1,6 @@
 """Times of one optimizer step: every mode of LuminaV beside the other optimizers that are installed, in one run.
 
-    python benchmarks/bench_step.py                       both models on a GPU: about three minutes on an H200
+    python benchmarks/bench_step.py --budget 360          both models on a GPU: about six minutes on an H200
     python benchmarks/bench_step.py --model gpt2 --modes luminav-none-onepass torch-adamw-fused
     python benchmarks/bench_step.py --model cpu           GPT-2 small on two CPU threads against torch's AdamW
     python benchmarks/bench_step.py --chart               draw docs/images/step.png from the rows, measure nothing

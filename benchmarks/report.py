@@ -145,9 +145,9 @@ def step_speed(rows: Rows) -> list[str]:
     lines = picture("step.png", "Milliseconds per step of every optimizer")
     lines += [
         "Bytes moved are the time times what a copy moves in it, so that they hold across machines. Steps follow each",
-        "other without a pause, or are spaced: a pause of 0.1 s comes before each. 8-bit state computes so much while",
-        "it moves memory that a second of steps without a pause brings an H200 to its limit of 700 W, where its clock",
-        "falls from 1980 to 1400 MHz. In training a backward pass comes between.",
+        "other without a pause, or are spaced: a pause of 0.1 s comes before each. What computes much while it moves",
+        "memory, as 8-bit state does, brings the card to its power limit without a pause, and that lowers its clock.",
+        "In training a backward pass comes between.",
         "",
     ]
     for model, title in (("qwen4b", "4.2 B parameters in 426 tensors"), ("gpt2", "GPT-2 small, 124 M in 148 tensors")):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 
-def small_programs(block: int = 64, iterations: int = 1) -> None:
-    """Give a program as small a share of a tensor as the tensors of tests are: it computes whole blocks."""
+def small_programs(
+    block: int = 64, iterations: int = 1, put: Callable[[object, str, object], object] = setattr
+) -> None:
+    """Give a program as small a share of a tensor as the tensors of tests are: it computes whole blocks.
+
+    Args:
+        block: Elements of an iteration.
+        iterations: Of a program.
+        put: Sets an attribute; a monkeypatch's setattr undoes it.
+    """
     from luminav.engines.triton import launch
 
-    launch.IN_WHOLE = replace(launch.IN_WHOLE, block=block, iterations=iterations)
-    launch.IN_CODES = replace(launch.IN_CODES, block=block, iterations=iterations)
-    launch.SPAN = block * iterations
+    for name in ("IN_WHOLE", "IN_CODES"):
+        put(launch, name, replace(getattr(launch, name), block=block, iterations=iterations))
+    put(launch, "SPAN", block * iterations)
 
 
 def do_nothing_twice() -> None:

@@ -501,6 +501,11 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 """Functions that give a tensor of the same values in another layout. Each has storage of its own."""
 
 
+def out_of_memory(*_: Any, **__: Any) -> None:
+    """In place of what allocates."""
+    raise torch.OutOfMemoryError("none is left")
+
+
 def parameter(values: Tensor, dtype: torch.dtype | None = None, layout: str = "contiguous") -> torch.nn.Parameter:
     """A parameter with a private copy of `values`."""
     return torch.nn.Parameter(LAYOUTS[layout](values.detach().to(dtype or values.dtype)))

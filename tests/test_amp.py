@@ -16,7 +16,7 @@ import pytest
 import support
 import torch
 from runs import STEP_MODES, assert_same_state, new_params, state_of
-from support import ENGINES, assert_same_bits, dtype_name, normal, parameter
+from support import ENGINES, assert_same_bits, dtype_name, normal, out_of_memory, parameter
 from torch import Tensor, nn
 
 from luminav import LuminaV
@@ -238,9 +238,6 @@ def test_a_failed_step_leaves_no_scale_behind(steps_before: int, monkeypatch: py
     """As one that runs out of memory before it writes, which may simply be tried again."""
     params = new_params(torch.float16)
     optimizer, scaler = LuminaV(params, execution="foreach"), scaler_of(8.0)
-
-    def out_of_memory(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("none is left")
 
     for step in range(ROWS):
         if step == steps_before:

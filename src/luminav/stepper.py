@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,13 +121,15 @@ class Stepper:
 
         ``GradScaler`` takes it away after a step that returns. Left behind, the next one would multiply the two.
         """
-        try:
+        with ExitStack() as failed:
+            failed.callback(self._take_scale_away)
             yield
-        except BaseException:
-            if hasattr(self.optimizer, "found_inf"):
-                del self.optimizer.found_inf
-                self.optimizer.__dict__.pop("grad_scale", None)
-            raise
+            failed.pop_all()
+
+    def _take_scale_away(self) -> None:
+        if hasattr(self.optimizer, "found_inf"):
+            del self.optimizer.found_inf
+            self.optimizer.__dict__.pop("grad_scale", None)
 
     def _checked(self, share: Share | None) -> list[Pending]:
         """What is pending, if nothing of it is refused."""

@@ -22,6 +22,7 @@ from support import (
     master_of,
     normal,
     optimizer_for,
+    out_of_memory,
     parameter,
 )
 from torch import Tensor
@@ -636,10 +637,6 @@ def test_a_skip_that_only_another_rank_knows_of_reaches_the_kernels() -> None:
 
 def test_an_update_takes_no_memory_unless_it_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last update of a sharded step does not: a rank that failed there would have taken half of the step."""
-
-    def out_of_memory(self: launch.Launch) -> None:
-        raise torch.OutOfMemoryError("none is left")
-
     batch = _batch(DEVICE, torch.float32, 0, Options.from_group({"lr": 8e-4}), torch.float32)
     engine, scales = choose_engine("triton", DEVICE), [Scales(*(torch.ones(3, device=DEVICE) for _ in range(2)))]
     before = [step.param.clone() for step in batch.steps]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton_runs
-from support import assert_same_bits, master_of, normal, optimizer_for
+from support import assert_same_bits, master_of, normal, optimizer_for, out_of_memory
 from torch import Tensor, nn
 from triton_runs import DEVICE, INTERPRETED, Race, grad_row, weights
 
@@ -678,16 +678,12 @@ def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
     assert seen == [(10, 30, True, 7), (10, 30, True, 8), (10, 20, 7), (10, 20, 8)]
 
 
-def _out_of_memory(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError("none is left")
-
-
 def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     race = running(steps=3)
     counts = race.replay.late[0].steps
     before = [counts.clone(), *(tensor.clone() for _, tensor, _ in race.states())]
     with monkeypatch.context() as full:
-        full.setattr(launch.Launch, "take_partials", _out_of_memory)
+        full.setattr(launch.Launch, "take_partials", out_of_memory)
         race.set_grads([normal(p.shape, 5, 1.0, p.dtype) for p in race.params])
         race.optimizer.grad_scale, race.optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
         with pytest.raises(torch.OutOfMemoryError, match="none is left"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import interpreted
@@ -45,11 +44,7 @@ by_sixteen_bit = pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=dtype_name)
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter, let small tensors be those of several programs."""
     if INTERPRETED:
-        from luminav.engines.triton import launch
-
-        monkeypatch.setattr(launch, "IN_WHOLE", replace(launch.IN_WHOLE, block=BLOCK, iterations=ITERATIONS))
-        monkeypatch.setattr(launch, "IN_CODES", replace(launch.IN_CODES, block=BLOCK, iterations=ITERATIONS))
-        monkeypatch.setattr(launch, "SPAN", SPAN)
+        interpreted.small_programs(BLOCK, ITERATIONS, monkeypatch.setattr)
 
 
 def span() -> int:

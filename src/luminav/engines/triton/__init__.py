@@ -116,8 +116,8 @@ class TritonEngine:
         return tables
 
     def update(self, batches: Sequence[Batch], scales: Sequence[Scales], *, gather: bool) -> list[Tensor]:
-        launches = [launch for batch in batches for launch, _ in self.launches_of(batch)]
-        with holding_partials(launches if gather else []):  # all of them, before the first launch that writes
+        adding_up = [launch for batch in batches for launch, _ in self.launches_of(batch)] if gather else []
+        with holding_partials(adding_up):  # all of them, before the first launch that writes
             tables = [self._update(batch, own, gather=gather) for batch, own in zip(batches, scales, strict=True)]
         return tables if gather else []
 

@@ -9,7 +9,7 @@ import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -455,13 +455,11 @@ class Launch:
 @contextmanager
 def holding_partials(launches: Sequence[Launch]) -> Iterator[None]:
     """Hold the memory of the launches' partials; it must be there before a step writes anything."""
-    try:
+    with ExitStack() as held:
         for launch in launches:
             launch.take_partials()
+            held.callback(launch.give_back_partials)
         yield
-    finally:
-        for launch in launches:
-            launch.give_back_partials()
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -473,7 +471,7 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _first_tensors(firsts: Sequence[int], num_programs: int) -> list[int]:
-    """The table of that name: its last entry is where a search behind the last but one ends.
+    """The table of that name: the tensor of every 64th program, and the last tensor, where the last search ends.
 
     Args:
         firsts: The first program of each tensor. Every tensor has one, or it would not be found.

@@ -18,11 +18,11 @@ def small_programs(
         iterations: Of a program.
         put: Sets an attribute; a monkeypatch's setattr undoes it.
     """
-    from luminav.engines.triton import launch
+    from luminav.engines.triton import kinds
 
     for name in ("IN_WHOLE", "IN_CODES"):
-        put(launch, name, replace(getattr(launch, name), block=block, iterations=iterations))
-    put(launch, "SPAN", block * iterations)
+        put(kinds, name, replace(getattr(kinds, name), block=block, iterations=iterations))
+    put(kinds, "SPAN", block * iterations)
 
 
 def do_nothing_twice() -> None:

@@ -366,7 +366,8 @@ def test_triton_tables_are_no_larger(mode: str) -> None:
     """Made on the CPU, with what a step takes besides; nothing is launched."""
     pytest.importorskip("triton")
     from luminav.engines.batch import Batch, TensorStep
-    from luminav.engines.triton.launch import MOST_TILES, SPAN, Kind, Launch
+    from luminav.engines.triton.kinds import MOST_TILES, SPAN, Kind
+    from luminav.engines.triton.launch import Launch
     from luminav.hyperparameters import Options
 
     assert SPAN >= planner.PROGRAM_NUMEL and MOST_TILES == planner.PROGRAM_TILES
@@ -381,7 +382,8 @@ def test_triton_tables_are_no_larger(mode: str) -> None:
     batch = Batch(options, None, steps)
     launch = Launch(Kind.of(steps[1], options), [(batch, one) for one in steps], 0, False)
     launch.take_partials()
-    tables = storage_bytes(value for value in vars(launch).values() if isinstance(value, Tensor))
+    held = [*vars(launch).values(), *vars(launch.tables).values()]
+    tables = storage_bytes(value for value in held if isinstance(value, Tensor))
     assert 0 < tables <= rows(luminav.plan(params))[mode].scratch
 
 

@@ -84,7 +84,7 @@ class Replay(KeptStep):
         self._in_order = [own == list(range(len(self.premises.steps))) for own in self._places]
         self._kernels: list[tuple[Any, list[Any]]] | None = None
         self._holding_partials = engine.holding_partials
-        self._watch = Watch([launch.whole_nonfinite for launch in self._launches])
+        self._watch = Watch([launch.tables.whole_nonfinite for launch in self._launches])
         self._compiled: tuple[bool, bool] | None = None
 
     def remember(self, groups: list[dict[str, Any]], custody: Custody, *, alone: bool) -> None:
@@ -92,9 +92,9 @@ class Replay(KeptStep):
         for launch, places in zip(self._launches, self._places, strict=True):
             for row, place in enumerate(places):
                 item = self.premises.items[place]
-                item.state["step"] = launch.steps[row]
+                item.state["step"] = launch.tables.steps[row]
                 if item.options.fused_single_pass:
-                    item.state.update(zip(KEPT_SCALES, launch.kept_scales[row].unbind(), strict=True))
+                    item.state.update(zip(KEPT_SCALES, launch.tables.kept_scales[row].unbind(), strict=True))
         super().remember(groups, custody, alone=alone)
 
     def holds(self, groups: list[dict[str, Any]], custody: Custody, scaling: Scaling | None) -> bool:
@@ -112,7 +112,7 @@ class Replay(KeptStep):
         addresses = self.premises.grad_addresses
         with self._holding_partials(self._launches):
             for launch, places, in_order in zip(self._launches, self._places, self._in_order, strict=True):
-                launch.refresh(addresses if in_order else [addresses[place] for place in places])
+                launch.tables.refresh(addresses if in_order else [addresses[place] for place in places])
             if self._kernels is None:
                 self._kernels = self._launch_and_note(scaling)
             elif self._kernels:
@@ -166,7 +166,7 @@ class Replay(KeptStep):
 
     def nonfinite_counts(self) -> list[tuple[torch.device, Tensor]]:
         """Number of non-finite gradient elements seen by each launch, on its device."""
-        return [(launch.device, launch.nonfinite_counts.sum()) for launch in self._launches]
+        return [(launch.device, launch.tables.nonfinite_counts.sum()) for launch in self._launches]
 
 
 class ShardedReplay(KeptStep):

@@ -366,7 +366,7 @@ class Stepper:
             return
         states = {id(step): item.state for item, step in zip(work.items, batch.steps, strict=True)}
         for launch, _ in engine.launches_of(batch):  # type: ignore[attr-defined]
-            for step, count in zip(launch.steps_of, launch.steps.unbind(), strict=True):
+            for step, count in zip(launch.steps_of, launch.tables.steps.unbind(), strict=True):
                 states[id(step)]["step"] = count
 
     # ---- for diagnostics -------------------------------------------------------------------------------------------

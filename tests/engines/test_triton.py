@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 import triton
@@ -31,7 +32,8 @@ from triton_runs import DEVICE, INTERPRETED, Race, by_dtype, by_sixteen_bit, gra
 from luminav import rule
 from luminav.engines import Batch, Scales, TensorStep, choose_engine
 from luminav.engines.single import SingleEngine
-from luminav.engines.triton import launch
+from luminav.engines.triton import launch, tables
+from luminav.engines.triton.kinds import Kind
 from luminav.engines.triton.memory import tensor_of
 from luminav.hyperparameters import Options
 from luminav.rounding import noise_key
@@ -106,9 +108,7 @@ BLOCK_MODES: dict[str, dict[str, Any]] = {
 def test_state_in_blocks(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """8-bit codes and variances of tiles: a last program with few of its rows, an all-zero row and a huge one."""
     if INTERPRETED:
-        for name in ("IN_WHOLE", "IN_CODES"):
-            monkeypatch.setattr(launch, name, replace(getattr(launch, name), block=1024, iterations=2))
-        monkeypatch.setattr(launch, "SPAN", 2048)
+        interpreted.small_programs(1024, 2, monkeypatch.setattr)
     makers = weights([(80, 64), (67,), (33, 128)] if INTERPRETED else BLOCK_SHAPES, dtype)
     race = Race(makers, lr=8e-4, **BLOCK_MODES[mode])
     for step in range(3 if "one_pass" in mode else 2):
@@ -248,7 +248,7 @@ def _tensors_kernel(found, first_tensors, first_programs):
 )
 def test_programs_find_their_tensors(counts: list[int]) -> None:
     firsts = [sum(counts[:n]) for n in range(len(counts))]
-    table = launch._first_tensors(firsts, sum(counts))
+    table = tables.first_tensors_of(firsts, sum(counts))
     assert len(table) == -(-sum(counts) // 64) + 1
     found = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
     on_device = [torch.tensor(values, dtype=torch.int32, device=DEVICE) for values in (table, firsts)]
@@ -603,10 +603,13 @@ def test_tables_are_made_once_for_all_verbs_of_a_step_and_anew_for_other_tensors
     options = Options.from_group({"lr": 8e-4})
     engine, batch = choose_engine("triton", DEVICE), _batch(DEVICE, torch.float32, 0, options, torch.float32)
     made: list[int] = []
-    original = launch.Launch._fill_static_tables
-    monkeypatch.setattr(
-        launch.Launch, "_fill_static_tables", lambda self, members: made.append(len(members)) or original(self, members)
-    )
+    original = tables.Tables._make_static
+
+    def noting(self: tables.Tables, kind: Kind, members: Sequence[tuple[Batch, TensorStep]]) -> None:
+        made.append(len(members))
+        original(self, kind, members)
+
+    monkeypatch.setattr(tables.Tables, "_make_static", noting)
     engine.measure([batch])
     scales = [Scales(torch.ones(3, device=DEVICE), torch.ones(3, device=DEVICE))]
     engine.update([batch], scales, gather=False)

@@ -604,8 +604,9 @@ def test_partials_are_held_during_a_step_only(options: dict[str, Any]) -> None:
         state = sum(optimizer.state[params[0]][key].nbytes for key in moments)
         assert torch.cuda.memory_allocated() - before - state < 4 * programs
     (kept,) = optimizer._stepper.replays[None]._launches
-    assert kept.num_programs_in_all == programs and kept.partials is None
-    assert all(value.numel() < programs for value in vars(kept).values() if isinstance(value, Tensor))
+    assert kept.tables.num_programs_in_all == programs and kept.partials is None
+    held = [*vars(kept).values(), *vars(kept.tables).values()]
+    assert all(value.numel() < programs for value in held if isinstance(value, Tensor))
 
 
 class CompiledAhead:
@@ -680,7 +681,7 @@ def test_a_compiled_kernel_is_launched_with_the_partials_of_this_step() -> None:
 
 def test_a_kept_step_without_memory_for_partials_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     race = running(steps=3)
-    counts = race.replay.late[0].steps
+    counts = race.replay.late[0].tables.steps
     before = [counts.clone(), *(tensor.clone() for _, tensor, _ in race.states())]
     with monkeypatch.context() as full:
         full.setattr(launch.Launch, "take_partials", out_of_memory)

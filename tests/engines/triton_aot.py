@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from luminav.engines import Batch, TensorStep
-from luminav.engines.triton import launch, rule
+from luminav.engines.triton import kinds, launch, rule
 from luminav.hyperparameters import Options
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,7 +105,7 @@ def calls_of(
         exp_avg_sq_scale=new(torch.uint8, coded and options.buffer == 2, blocks),
         exp_avg_sq_col=new(BF16, shared, blocks),
     )
-    kind = launch.Kind.of(step, options)
+    kind = kinds.Kind.of(step, options)
     assert kind.aligned == (numel % 64 == 0)
     recorder = Recorder(kind, [(Batch(options, None, [step]), step)], *arithmetic(backend, arch, dtype, master))
     recorder.device = torch.device("cuda" if backend == "cuda" else "cpu")  # decides about NVIDIA's launch options

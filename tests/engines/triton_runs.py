@@ -48,9 +48,9 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def span() -> int:
-    from luminav.engines.triton import launch
+    from luminav.engines.triton import kinds
 
-    return launch.SPAN
+    return kinds.SPAN
 
 
 def weights(

@@ -15,7 +15,8 @@ from torch import Tensor
 from luminav.blocks import PANEL_ROWS
 from luminav.engines.batch import Batch, Scales, TensorStep, lie_as_they_read
 from luminav.engines.triton import rule
-from luminav.engines.triton.launch import INTERPRETED, TRITON_TYPES, Kind, Launch, holding_partials
+from luminav.engines.triton.kinds import TRITON_TYPES, Kind
+from luminav.engines.triton.launch import INTERPRETED, Launch, holding_partials
 from luminav.rule import NUM_SUMS
 
 __all__ = ["Launch", "TritonEngine", "unavailable"]
@@ -97,7 +98,7 @@ class TritonEngine:
                 with holding_partials([launch]):
                     launch.begin(None)
                     launch.measure_lookahead()
-                table[rows] = launch.lookahead_sums
+                table[rows] = launch.tables.lookahead_sums
             tables.append(table)
         return tables
 
@@ -111,7 +112,7 @@ class TritonEngine:
                     launch.set_denominators(batch.rms_denominator, rows)
                     launch.measure()
                     launch.scale(reduce=True)
-                table[rows] = launch.sums
+                table[rows] = launch.tables.sums
             tables.append(table)
         return tables
 
@@ -130,7 +131,7 @@ class TritonEngine:
             launch.update(gather=gather)
             if gather:
                 launch.scale(reduce=True)
-                table[rows] = launch.sums
+                table[rows] = launch.tables.sums
         torch.autograd.graph.increment_version([step.param for step in batch.steps])
         return table
 
@@ -138,7 +139,7 @@ class TritonEngine:
         """Step counts of a batch's tensors, int64."""
         counts = torch.empty(len(batch.steps), dtype=torch.int64, device=batch.device)
         for launch, rows in self.launches_of(batch):
-            counts[rows] = launch.steps
+            counts[rows] = launch.tables.steps
         return counts
 
     def launches_of(self, batch: Batch) -> list[tuple[Launch, Tensor]]:

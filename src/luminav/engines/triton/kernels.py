@@ -12,29 +12,7 @@ import triton
 import triton.language as tl
 
 from luminav.engines.triton import rounding, rule
-from luminav.engines.triton.memory import (
-    clean_grad,
-    finite_weight,
-    largest,
-    load_moment,
-    load_stored,
-    load_tile,
-    master_pointer,
-    noise_words,
-    place,
-    state_pointers,
-    store_master,
-    store_moment,
-    store_weight,
-    tensor_of,
-    tensor_pointer,
-    tile,
-    total,
-    widen_moment,
-    widen_weight,
-    zeros,
-)
-from luminav.engines.triton.tables import (
+from luminav.engines.triton.columns import (
     ACTIVE,
     ALPHA_SS,
     BETA1,
@@ -56,6 +34,28 @@ from luminav.engines.triton.tables import (
     SIGMA_FLOOR,
     SIGMA_SCALE,
     STEP_SIZE,
+)
+from luminav.engines.triton.memory import (
+    clean_grad,
+    finite_weight,
+    largest,
+    load_moment,
+    load_stored,
+    load_tile,
+    master_pointer,
+    noise_words,
+    place,
+    state_pointers,
+    store_master,
+    store_moment,
+    store_weight,
+    tensor_of,
+    tensor_pointer,
+    tile,
+    total,
+    widen_moment,
+    widen_weight,
+    zeros,
 )
 from luminav.engines.triton.tiles import (
     column_pointer,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from luminav.engines.triton import rounding, rule
-from luminav.engines.triton.tables import (
+from luminav.engines.triton.columns import (
     ACTIVE,
     ALPHA_SS,
     BETA1,

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from luminav import blocks
 from luminav.engines.triton import rounding, rule
+from luminav.engines.triton.columns import EXP_AVG_SQ_COL, NUM_POINTERS, ROW_LENGTH
 from luminav.engines.triton.memory import (
     block_tile,
     clean_grad,
@@ -24,7 +25,6 @@ from luminav.engines.triton.memory import (
     widen_moment,
     widen_row_means,
 )
-from luminav.engines.triton.tables import EXP_AVG_SQ_COL, NUM_POINTERS, ROW_LENGTH
 
 PANEL_ROWS = tl.constexpr(blocks.PANEL_ROWS)
 

@@ -85,8 +85,9 @@ class Premises:
         self._masters = [number for number, item in enumerate(watched) if "master_param" in item.state]
         self.is_remembered = True
         self.note_writes()
-        for item, step in zip(self.items, self.steps, strict=True):
-            item.grad = step.grad = None  # or the gradients of this step would stay in memory for good
+        for item, step in zip(self.items, self.steps, strict=True):  # or these would stay in memory for good:
+            item.grad = step.grad = None
+            step.step = step.kept_scales = None  # in tables by now; each number was an allocation of its own
 
     def _note_forms(self) -> None:
         self._are_dtensors = list(map(is_dtensor, self.params))

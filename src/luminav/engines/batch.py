@@ -58,9 +58,9 @@ class TensorStep:
     index: int = 0
     """Position in the optimizer."""
     step: Tensor | None = None
-    """Steps taken so far, 0-dim int64."""
+    """Steps taken so far, 0-dim int64. None when kept launches count in a table."""
     kept_scales: tuple[Tensor, Tensor] | None = None
-    """One-pass mode's kept c and s, 0-dim FP32."""
+    """One-pass mode's kept c and s, 0-dim FP32. None when kept launches have them in a table."""
     master_remainder: Tensor | None = None
     """What a BF16 parameter lacks of its FP32 master weight, int16."""
     exp_avg_scale: Tensor | None = None

@@ -38,6 +38,8 @@ SMOOTHED = 5
 GIB = 2**30
 COMPARED = ("layers.0", "layers.18", "head")
 """Parts of the model whose weights are compared between exact and one-pass mode."""
+PIECE = 1 << 26
+"""Weights compared at a time: 0.5 GiB of float64 for each tensor."""
 
 
 @dataclass(frozen=True)
@@ -190,19 +192,20 @@ def compared_weights(model: Any) -> dict[str, Tensor]:
     return parts | {COMPARED[-1]: model.get_output_embeddings().weight.detach().cpu().flatten().clone()}
 
 
-def likeness(found: Tensor, expected: Tensor, start: Tensor) -> dict[str, float]:
+def likeness(found: Tensor, expected: Tensor, start: Tensor, device: torch.device) -> dict[str, float]:
     """Cosine and relative L2 of two ends of training, of the weights and of their way from the common start."""
-    found, expected, start = found.double(), expected.double(), start.double()
+    dots = torch.zeros(7, dtype=torch.float64, device=device)
+    for parts in zip(*(weights.split(PIECE) for weights in (found, expected, start)), strict=True):
+        f, e, s = (part.to(device, torch.float64) for part in parts)
+        u, v, d = f - s, e - s, f - e
+        dots += torch.stack([torch.dot(a, b) for a, b in ((f, e), (f, f), (e, e), (u, v), (u, u), (v, v), (d, d))])
+    fe, ff, ee, uv, uu, vv, dd = dots.tolist()
     return {
-        "cosine": _cosine(found, expected),
-        "relative_l2": float((found - expected).norm() / expected.norm()),
-        "update_cosine": _cosine(found - start, expected - start),
-        "update_relative_l2": float((found - expected).norm() / (expected - start).norm()),
+        "cosine": fe / math.sqrt(ff * ee),
+        "relative_l2": math.sqrt(dd / ee),
+        "update_cosine": uv / math.sqrt(uu * vv),
+        "update_relative_l2": math.sqrt(dd / vv),
     }
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a, b) / (a.norm() * b.norm()))
 
 
 def train(job: Job) -> dict[str, float]:
@@ -228,7 +231,7 @@ def train(job: Job) -> dict[str, float]:
     if job.twin is not None:
         ended, twin = compared_weights(model), torch.load(job.twin)
         for part in COMPARED:
-            values = likeness(ended[part], twin[part], start[part])
+            values = likeness(ended[part], twin[part], start[part], device)
             figures |= {f"{part}/{name}": value for name, value in values.items()}
     return figures
 

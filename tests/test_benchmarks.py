@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import _pretrain_linear
+import _pretrain_run
 import bench_pretrain
 import report
 from _converge_chart import draw_chart as draw_converge_chart
@@ -272,9 +273,11 @@ def test_schedule() -> None:
     assert 0 < shares[-1] < 1e-3
 
 
-def test_likeness_of_known_vectors() -> None:
+@pytest.mark.parametrize("piece", [1, 64])
+def test_likeness_of_known_vectors(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pretrain_run, "PIECE", piece)
     start = torch.tensor([1.0, 0.0])
-    found = likeness(start + torch.tensor([0.0, 2.0]), start + torch.tensor([1.0, 0.0]), start)
+    found = likeness(start + torch.tensor([0.0, 2.0]), start + torch.tensor([1.0, 0.0]), start, torch.device("cpu"))
     assert found["update_cosine"] == 0.0
     assert found["update_relative_l2"] == pytest.approx(5**0.5)
     assert found["cosine"] == pytest.approx(2 / (2 * 5**0.5))

@@ -43,6 +43,7 @@ def append_rows(
             writer.writerow(COLUMNS)
         for case, value, unit in rows:
             writer.writerow((case, f"{value:.6g}" if isinstance(value, float) else value, unit, *marks))
+    print(f"rows appended to {path}", file=sys.stderr)
 
 
 def stamp(device: torch.device | str, more_versions: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -43,7 +43,7 @@ def measure(bytecode: str) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="processes; the median counts (default: 15)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the rows (default: benchmarks/results.csv)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as bytecode:
         measure(bytecode)

@@ -12,6 +12,7 @@ The last line goes on from the latest checkpoint, to the bits of a run that was 
 from __future__ import annotations
 
 import argparse
+import json
 import sysconfig
 from pathlib import Path
 
@@ -55,6 +56,10 @@ def latest_checkpoint(output: Path) -> str:
     return str(max(folders, key=lambda folder: int(folder.name.rpartition("-")[2])))
 
 
+def steps_taken(checkpoint: str) -> int:
+    return int(json.loads((Path(checkpoint) / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+
+
 def read_text(data: Path | None) -> str:
     standard_library = Path(sysconfig.get_path("stdlib"))
     if data is None:
@@ -87,6 +92,10 @@ def rows_of(tokens: list[int], context: int) -> list[dict[str, torch.Tensor]]:
 
 def main() -> None:
     options = parsed()
+    checkpoint = latest_checkpoint(options.output) if options.resume else None
+    if checkpoint is not None and steps_taken(checkpoint) >= options.steps:
+        print(f"{checkpoint} has all {options.steps} steps: nothing is left to do. Ask for more with --steps.")
+        return
     model = load_model(options.model)
     tokenizer = AutoTokenizer.from_pretrained(options.model) if options.model else None
     text = read_text(options.data)
@@ -115,7 +124,7 @@ def main() -> None:
     (kept,) = [row for row in plan(model).rows if row.mode == options.master_weights]
     size = (kept.weights + kept.gradients + kept.state) / 2**20
     print(f"{size:,.1f} MiB of weights, gradients and optimizer state", flush=True)
-    trainer.train(resume_from_checkpoint=latest_checkpoint(options.output) if options.resume else None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()
     if tokenizer:

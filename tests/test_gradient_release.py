@@ -253,6 +253,17 @@ def test_everything_is_freed_without_remove_and_another_optimizer_may_follow() -
     assert int(follower.state[model.weight]["step"]) == 1
 
 
+def test_a_model_without_any_of_the_parameters_is_refused() -> None:
+    net, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    optimizer = LuminaV(net.parameters(), lr=1e-2)
+    for use in (lambda: luminav.enable_gradient_release(other, optimizer), lambda: optimizer.master_state_dict(other)):
+        with pytest.raises(ValueError, match="none of the optimizer's parameters is in the model"):
+            use()
+    with pytest.warns(UserWarning, match="1 parameters of the optimizer are not in the model"):
+        handle = luminav.enable_gradient_release(nn.ParameterList([net.weight]), optimizer)
+    handle.remove()
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_warning_that_is_an_error_comes_after_the_step() -> None:
     """Of a gradient that is NaN throughout; the step is not taken twice."""

@@ -262,7 +262,7 @@ def test_unknown_architecture_goes_to_transformers(monkeypatch: pytest.MonkeyPat
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "architecture": ({"model_type": "mine"}, {}, ValueError, "'mine' is not known.*Pass the model"),
+    "architecture": ({"model_type": "mine"}, {}, ValueError, "'mine' is not known.*number of parameters"),
     "no architecture": ({}, {}, ValueError, "model_type None is not known"),
     "missing size": ({**LLAMA, "hidden_size": None}, {}, ValueError, "hidden_size .* int > 0, got None"),
     "wrong size": ({**LLAMA, "num_hidden_layers": "2"}, {}, ValueError, "num_hidden_layers .* got '2'"),
@@ -274,7 +274,9 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "empty": ([], {}, ValueError, "no parameters to train. Has the generator been used before"),
     "frozen": ([torch.zeros(3)], {}, ValueError, "no parameters to train"),
     "complex": ([nn.Parameter(torch.zeros(3, dtype=torch.complex64))], {}, ValueError, "complex64"),
-    "half a size": (LLAMA, {"batch_size": 1}, ValueError, "sequence_length must be .* got None"),
+    "half a size": (LLAMA, {"batch_size": 1}, ValueError, "sequence_length is missing"),
+    "checkpointing of what": (LLAMA, {"activation_checkpointing": True}, ValueError, "give batch_size and sequence"),
+    "dtype": (17, {"dtype": torch.int8}, ValueError, "torch.bfloat16.* got torch.int8"),
     "batch": (LLAMA, {"batch_size": 0, "sequence_length": 8}, ValueError, "batch_size must be an int > 0.* got 0"),
     "activations": (17, {"batch_size": 1, "sequence_length": 8}, ValueError, "activations are not known"),
 }
@@ -409,6 +411,12 @@ def test_nothing_fits_a_trillion() -> None:
     plan = luminav.plan("1T")
     assert plan.fits(plan.rows[0]) == ()
     assert " none" in str(plan).splitlines()[3]
+
+
+def test_a_cpu_has_the_memory_that_it_has() -> None:
+    plan = luminav.plan(LLAMA, batch_size=1, sequence_length=8, device="cpu")
+    assert all(plan.fits(row) == () == plan.fits(row, release=True) for row in plan.rows)
+    assert "fits:" not in str(plan) and "CUDA" not in str(plan) and " none" not in str(plan)
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from luminav.optimizer import LuminaV
-from luminav.param_groups import check_model
+from luminav.param_groups import check_model, num_foreign
 from luminav.stepper import Share
 
 BUCKET = 1 << 22
@@ -173,8 +173,8 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
 
     Raises:
         ValueError: The model is under DistributedDataParallel, whose buckets hold the gradients till all are reduced,
-            or its parameters are plain shards, whose gradients come on each rank by itself. Use FSDP2's
-            ``fully_shard``.
+            or its parameters are plain shards, whose gradients come on each rank by itself: use FSDP2's
+            ``fully_shard``. Or none of its parameters is the optimizer's.
         TypeError: `optimizer` is not a LuminaV, or `model` not a module.
         RuntimeError: Gradient release is on already, for this optimizer or for another of these parameters.
 
@@ -199,17 +199,12 @@ def enable_gradient_release(model: nn.Module, optimizer: LuminaV) -> ReleaseHand
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(reference() is not None for param in params if (reference := getattr(param, MARK, None)) is not None):
         raise RuntimeError("gradient release is on for another optimizer of these parameters. Call remove() there.")
-    missing = _foreign(model, optimizer)
-    if missing:
+    foreign = num_foreign(model, optimizer.param_groups)
+    if foreign:
         warnings.warn(
-            f"{missing} parameters of the optimizer are not in the model: they are released in whatever backward pass "
-            "reaches them.",
+            f"{foreign} parameters of the optimizer are not in the model: they are released in whatever backward pass "
+            "reaches them. Pass the module that holds all of them, or give them an optimizer of their own.",
             stacklevel=2,
         )
     optimizer._stepper.release = handle = ReleaseHandle(optimizer)
     return handle
-
-
-def _foreign(model: nn.Module, optimizer: LuminaV) -> int:
-    own: set[Any] = set(model.parameters())
-    return sum(param not in own for group in optimizer.param_groups for param in group["params"])

@@ -346,8 +346,8 @@ def _from_config(config: Mapping[str, Any], dtype: torch.dtype | None) -> Source
         return Source(f"{kind} config", tuple(params), decoder)
     if not isinstance(kind, str) or importlib.util.find_spec("transformers") is None:
         raise ValueError(
-            f"model_type {kind!r} is not known; known are {', '.join(FAMILIES)}. Pass the model itself, or its number "
-            "of parameters, or install transformers."
+            f"model_type {kind!r} is not known; known are {', '.join(FAMILIES)}. Install transformers, which "
+            "builds others, or give the number of parameters, or in Python the model itself."
         )
     transformers = importlib.import_module("transformers")
     with torch.device("meta"):

@@ -25,7 +25,7 @@ from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
 from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
 from luminav.modes import ordinary_mode
-from luminav.param_groups import check_model
+from luminav.param_groups import check_model, num_foreign
 from luminav.pending import check_layout, check_param
 from luminav.rounding import SIXTEEN_BIT
 from luminav.state import adopt_edits, former_weight, joined
@@ -354,8 +354,13 @@ class LuminaV(Optimizer):
         Returns:
             Name to tensor as in ``model.state_dict()``. Parameters that have a master weight give a copy of it, other
             16-bit parameters are widened to FP32; buffers, and FP32 and FP64 parameters, are what the model holds.
+
+        Raises:
+            TypeError: `model` is no module.
+            ValueError: None of its parameters is this optimizer's.
         """
         check_model(model)
+        num_foreign(model, self.param_groups)
         exported = model.state_dict()
         all_written = self._stepper.all_written()
         for name, param in model.named_parameters(remove_duplicate=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,19 @@ def check_model(model: Any) -> None:
     """Raise TypeError if `model` is something else than a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}. Pass the model that is trained.")
+
+
+def num_foreign(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> int:
+    """Number of an optimizer's parameters that are not the model's. Raises ValueError if none is the model's."""
+    own: set[Any] = set(model.parameters())
+    params = [param for group in groups for param in group["params"]]
+    foreign = sum(param not in own for param in params)
+    if foreign == len(params):
+        raise ValueError(
+            "none of the optimizer's parameters is in the model: it may be a copy, an average, or built anew. Pass the "
+            "model that the optimizer was built from."
+        )
+    return foreign
 
 
 def param_groups(

@@ -120,6 +120,8 @@ class Plan:
     """Name and shape of the largest trainable parameter; None if only a count is known."""
     activations: Activations | None
     activation_checkpointing: bool
+    device: str
+    """Type of the device that the optimizer runs on."""
     rows: tuple[PlanRow, ...]
 
     def peak(self, row: PlanRow, *, release: bool = False) -> int | None:
@@ -138,8 +140,11 @@ class Plan:
         return None if total is None else total + row.transient + activations
 
     def fits(self, row: PlanRow, *, release: bool = False) -> tuple[str, ...]:
-        """Names of the GPUs in :data:`GPUS` that hold a row's :meth:`peak` beside :data:`RESERVE`, smallest first."""
-        peak = self.peak(row, release=release)
+        """Names of the GPUs in :data:`GPUS` that hold a row's :meth:`peak` beside :data:`RESERVE`, smallest first.
+
+        None on a CPU, which has the memory that it has.
+        """
+        peak = None if self.device == "cpu" else self.peak(row, release=release)
         return tuple(name for name, size in GPUS if peak is not None and peak + RESERVE <= size * GIB)
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,6 +197,7 @@ class Plan:
             *("total", "B/param", "fits"),
             *("released", "B/param", "fits"),
         )
+        missing = "-" if self.device == "cpu" else "none"
         cells: list[tuple[str, ...]] = [(f"sizes in {name}", *headings)]
         for row in self.rows:
             columns = [f"{size / unit:.2f}" for size in (row.weights, row.gradients, row.state, row.scratch)]
@@ -201,7 +207,7 @@ class Plan:
                 if total is None:
                     columns += ["-"] * 3
                 else:
-                    columns += [f"{total / unit:.2f}", f"{total / self.num_params:.2f}", fit[0] if fit else "none"]
+                    columns += [f"{total / unit:.2f}", f"{total / self.num_params:.2f}", fit[0] if fit else missing]
             cells.append((row.mode, *columns))
         return cells
 
@@ -210,8 +216,11 @@ class Plan:
         known = self.activations is not None
         checkpointed = " with checkpointing" if self.activation_checkpointing else ""
         activations = f"the activations{checkpointed}" if known else "no activations (give batch and sequence length)"
+        released = "released: the total with gradient release, where the gradients are those of the largest bucket."
+        if self.device == "cpu":
+            return [released]
         return [
-            "released: the total with gradient release, where the gradients are those of the largest bucket.",
+            released,
             f"fits: the smallest GPU for the total, one more gradient of the largest tensor, {activations}, and "
             f"{_size(RESERVE)} for CUDA itself.",
         ]
@@ -281,13 +290,18 @@ def plan(
         The plan; print it, or take :attr:`Plan.rows`.
 
     Raises:
-        ValueError: The architecture is unknown, a parameter's dtype is not supported, a size is not positive, or there
-            is no parameter to train.
+        ValueError: The architecture is unknown, a parameter's dtype is not supported, a size is missing or not
+            positive, or there is no parameter to train.
         TypeError: `model` is something else.
         FileNotFoundError: There is no such file.
     """
     if dtype is not None and dtype not in SUPPORTED_DTYPES:
-        raise ValueError(f"dtype must be one that LuminaV trains, got {dtype!r}.")
+        names = ", ".join(map(str, SUPPORTED_DTYPES))
+        raise ValueError(f"dtype must be one that LuminaV trains, {names}, got {dtype!r}.")
+    if activation_checkpointing and batch_size is None and sequence_length is None:
+        raise ValueError(
+            "activation_checkpointing=True asks for an estimate of activations: give batch_size and sequence_length."
+        )
     source = read_model(model, dtype)
     trainable = [(name, param) for name, param in source.params if param.requires_grad and param.numel()]
     if not trainable:
@@ -306,6 +320,7 @@ def plan(
         largest=None if source.is_count else (name, tuple(largest.shape)),
         activations=_activations(source, batch_size, sequence_length, largest.element_size()),
         activation_checkpointing=activation_checkpointing,
+        device=torch.device(device).type,
         rows=_rows(params, torch.device(device), count_only=source.is_count),
     )
 
@@ -316,8 +331,10 @@ def _activations(
     if batch_size is None and sequence_length is None:
         return None
     for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        if value is None:
+            raise ValueError(f"{name} is missing: activations need both, batch_size and sequence_length.")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int > 0, and both sizes are needed or neither, got {value!r}.")
+            raise ValueError(f"{name} must be an int > 0, got {value!r}.")
     if source.decoder is None:
         raise ValueError(
             f"{source.name}: its activations are not known. Leave batch_size and sequence_length out, or pass the "

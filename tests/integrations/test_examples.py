@@ -48,6 +48,7 @@ def test_finetunes_and_resumes(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out" / "checkpoint-20")  # as if the run had been interrupted after step 12
     assert loss.group() in run("finetune_transformers.py", *options, "--resume", folder=tmp_path)
     tiny.assert_same_weights(load_file(tmp_path / "out" / "model.safetensors"), whole)
+    assert "nothing is left to do" in run("finetune_transformers.py", *options, "--resume", folder=tmp_path)
 
 
 def test_finetunes_a_saved_model(tmp_path: Path) -> None:

@@ -29,7 +29,10 @@ def bench(
         str | None, typer.Argument(show_default=False, help=f"One of {', '.join(SCRIPTS)}; its own options follow.")
     ] = None,
 ) -> int:
-    """Run a benchmark of the checkout: `luminav bench converge --help` lists its options."""
+    """Run a benchmark of the checkout: `luminav bench converge --help` lists its options.
+
+    Most append rows to the checkout's benchmarks/results.csv; with --out to another file.
+    """
     if name is None:
         raise CommandError(f"name a benchmark, one of {', '.join(SCRIPTS)}: `luminav bench step --help`, say.")
     if name not in SCRIPTS:

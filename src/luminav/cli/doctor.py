@@ -33,7 +33,9 @@ def _triton_version() -> str:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:
         found = importlib.util.find_spec("triton") is not None  # other vendors' builds have other package names
-        return "of unknown version" if found else "not installed (pip install '.[triton]')"
+        needed = any(_is_available(kind) for kind in _ACCELERATORS)
+        missing = "not installed" + (" (pip install '.[triton]')" if needed else "")
+        return "of unknown version" if found else missing
 
 
 def _cuda_build() -> str:
@@ -47,11 +49,14 @@ def _cuda_build() -> str:
 def _devices() -> Iterator[torch.device]:
     """The CPU, then every accelerator that torch can use."""
     yield torch.device("cpu")
-    for kind in _ACCELERATORS:
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
-            for index in range(module.device_count()):
-                yield torch.device(kind, index)
+    for kind in filter(_is_available, _ACCELERATORS):
+        for index in range(getattr(torch, kind).device_count()):
+            yield torch.device(kind, index)
+
+
+def _is_available(kind: str) -> bool:
+    module = getattr(torch, kind, None)
+    return module is not None and module.is_available()
 
 
 def _engine_of(device: torch.device) -> tuple[str, str]:
@@ -69,4 +74,4 @@ def _engine_of(device: torch.device) -> tuple[str, str]:
 def _cpu_reason() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 runs Triton's kernels here with execution='triton' only, for tests"
-    return "Triton's kernels need an accelerator"
+    return "Triton's kernels need an accelerator; execution='compile' is faster where there is a C++ compiler"

@@ -42,7 +42,8 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
-    return f"{_cpu_model()}, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    return f"{_cpu_model()}, {count} thread{'s' if count > 1 else ''}"
 
 
 def _cpu_model() -> str:

@@ -19,7 +19,9 @@ _WIDTH = 150  # of the table, where the output is no terminal
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A Hugging Face config.json, or a number of parameters such as 4.2B.")],
+    model: Annotated[
+        str, typer.Argument(help="A Hugging Face config.json, or a number of parameters: `luminav plan 4.2B`.")
+    ],
     dtype: Annotated[
         Optional[str],  # noqa: UP045 (the oldest typer we take does not know the other spelling)
         typer.Option(help=f"Dtype of the weights: {', '.join(_DTYPES)}. Default: the config's, or bfloat16."),
@@ -43,6 +45,10 @@ def plan(
         raise CommandError(f"--dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
     if device not in _DEVICES:
         raise CommandError(f"--device must be one of {', '.join(_DEVICES)}, got {device!r}.")
+    sizes = {"--batch-size": batch_size, "--sequence-length": sequence_length}
+    missing = [name for name, size in sizes.items() if size is None]
+    if missing and (len(missing) == 1 or activation_checkpointing):
+        raise CommandError(f"{' and '.join(missing)} missing: an estimate of activations needs {' and '.join(sizes)}.")
     try:
         planned = planner.plan(
             model,

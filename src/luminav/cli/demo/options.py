@@ -43,8 +43,9 @@ def _offered() -> Iterator[tuple[str, Any, Any]]:
             kind = Optional[str]  # noqa: UP045 (the oldest typer we take does not know the other spelling)
         yield setting.name, setting.default, Annotated[kind, option]
     for name, default in default_options().items():
-        option = typer.Option(help=OPTIONS[name].meaning, rich_help_panel="LuminaV")
-        kind = tuple[float, float] if name == "betas" else type(default)
+        pair = " Two numbers." if name == "betas" else ""
+        option = typer.Option(help=OPTIONS[name].meaning + pair, rich_help_panel="LuminaV")
+        kind = tuple[float, float] if pair else type(default)
         yield name, default, Annotated[kind, option]
 
 

@@ -191,8 +191,8 @@ def pretraining(rows: Rows) -> list[str]:
         "that stand beside ours, losses of about 13.0 falling to 8.8–9.1 in 250 steps, and a cosine of 0.94 between",
         "the weights of exact and one-pass runs. Without flash-linear-attention `smallest` was run before its variance",
         "was one of tiles, with a number for every 64 elements: the memory is the same, the losses are that form's.",
-        "Ours of 250 steps were run when the Triton engine kept 10 MB that it holds for the length of a step now; those",
-        "of 15 steps were not. These, with the public package's beside them, are one run without anything beside it.",
+        "Ours of 250 steps were run when the Triton engine kept 10 MB that it holds for the length of a step now.",
+        "Those of 15 steps were not: M1 to M6 and the public package's are one run, with nothing else on the GPU.",
         "",
     ]
     with_kernels, plain = _pretraining_settings(rows)

@@ -23,7 +23,7 @@ from luminav import LuminaV
 LR = 8e-4
 FIRST_STEP_SECONDS = 15.0
 HOST_SHARE = 0.75
-"""Of the time that the host needs for a step of torch's fused AdamW. Seen: 0.17 to 0.52, on hosts shared with others."""
+"""Of the time that the host needs for a step of torch's fused AdamW. Seen: 0.17 to 0.52, on hosts that are shared."""
 OVERHEAD_SHARE = 0.01
 
 SMALL_SHAPES: tuple[tuple[int, ...], ...] = (

@@ -218,6 +218,22 @@ def test_misspelt_options_are_refused(key: str, meant: str) -> None:
         LuminaV([parameter(normal((3,), 0))], **{key: 1})
 
 
+@pytest.mark.parametrize("key", ["master_weight", "weight_decy", "learning_rate"])
+def test_a_misspelt_option_set_between_steps_is_refused_by_the_next(key: str) -> None:
+    param = parameter(normal((3,), 0))
+    optimizer = LuminaV([param])
+    support.run(optimizer, [param], [[torch.ones(3)]])
+    before = param.detach().clone()
+    optimizer.param_groups[0] |= {"initial_lr": 1.0, key: "full"}
+    param.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=rf"unknown option '{key}' in a parameter group. Did you mean"):
+        optimizer.step()
+    assert torch.equal(param.detach(), before) and int(optimizer.state[param]["step"]) == 1
+    del optimizer.param_groups[0][key]
+    optimizer.step()
+    assert int(optimizer.state[param]["step"]) == 2
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [("wd", "weight_decay"), ("learning_rate", "lr"), ("epsilon", "eps"), ("beta1", r"betas=\(beta1, beta2\)")],
@@ -285,6 +301,7 @@ def test_keys_of_others_are_left_alone(key: str) -> None:
     value = object()
     optimizer = LuminaV([{"params": [parameter(normal((3,), 0))], key: value}])
     assert optimizer.param_groups[0][key] is value
+    support.run(optimizer, optimizer.param_groups[0]["params"], [[torch.ones(3)]])
 
 
 def test_keys_need_not_be_text() -> None:

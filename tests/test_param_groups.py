@@ -32,11 +32,10 @@ class Block(nn.Module):
 
 
 def names_by_decay(model: nn.Module, **options: Any) -> dict[float, set[str]]:
-    """Names of the parameters of each group, by its weight decay."""
+    """Names of the parameters of each group, by the weight decay that it has in LuminaV."""
     names = {param: name for name, param in model.named_parameters()}
-    return {
-        group["weight_decay"]: {names[p] for p in group["params"]} for group in luminav.param_groups(model, **options)
-    }
+    groups = LuminaV(luminav.param_groups(model, **options)).param_groups
+    return {group["weight_decay"]: {names[p] for p in group["params"]} for group in groups}
 
 
 DECAYING = {
@@ -78,7 +77,13 @@ def test_biases_of_attention_and_recurrent_layers_do_not_decay() -> None:
 
 
 def test_the_default_decay_is_the_optimizers() -> None:
+    """Its constructor's, which a default of the helper would override in silence."""
     assert set(names_by_decay(Block())) == {0.08, 0.0}
+    for optimizer in (LuminaV, torch.optim.AdamW):
+        groups = optimizer(param_groups(Block()), weight_decay=0.3).param_groups
+        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+        groups = optimizer(param_groups(Block(), weight_decay=0.1), weight_decay=0.3).param_groups
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
 def test_embeddings_by_choice() -> None:

@@ -23,7 +23,7 @@ def check_model(model: Any) -> None:
 
 
 def param_groups(
-    model: nn.Module, weight_decay: float = 8e-2, *, decay_embeddings: bool = True, **options: Any
+    model: nn.Module, weight_decay: float | None = None, *, decay_embeddings: bool = True, **options: Any
 ) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into a group with weight decay and one without.
 
@@ -33,7 +33,8 @@ def param_groups(
 
     Args:
         model: The model. Frozen parameters (``requires_grad=False``) are left out.
-        weight_decay: Decay λ of the first group.
+        weight_decay: Decay λ of the first group. Default None: that of the optimizer, :class:`luminav.LuminaV`'s 0.08
+            or what its constructor is given.
         decay_embeddings: Whether embedding tables decay.
         **options: Further options for both groups, such as ``lr``.
 
@@ -54,8 +55,9 @@ def param_groups(
     plain: list[nn.Parameter] = []
     for param, places in owners.items():
         (decaying if _decays(param, places, decay_embeddings) else plain).append(param)
-    groups = [
-        {"params": decaying, "weight_decay": weight_decay, **options},
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, **decay, **options},
         {"params": plain, "weight_decay": 0.0, **options},
     ]
     return [group for group in groups if group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -152,6 +153,35 @@ def test_other_options_go_to_both_groups_and_are_checked_by_the_optimizer() -> N
         assert (group["lr"], group["weight_decay"], group["master_weights"]) == (0.25, decay, "full")
     with pytest.raises(ValueError, match="lr"):
         LuminaV(luminav.param_groups(model, lr=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("decay_embedings", "decay_embeddings"),
+        ("decay_embedding", "decay_embeddings"),
+        ("decay_embeds", "decay_embeddings"),
+        ("no_decay_embeddings", "decay_embeddings"),
+        ("embeddings", "decay_embeddings"),
+        ("weight_decy", "weight_decay"),
+        ("wd", "weight_decay"),
+        ("decay", "weight_decay"),
+        ("params", "model"),
+    ],
+)
+def test_misspelt_arguments_are_refused(key: str, meant: str) -> None:
+    """In a group no optimizer would look at them."""
+    with pytest.raises(TypeError, match=rf"param_groups has no argument '{key}'\. Did you mean {meant}\?"):
+        param_groups(Block(), **{key: False})
+
+
+OPTIMIZERS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+OF_OTHERS = {name for kind in OPTIMIZERS for name in inspect.signature(kind).parameters} - {"params", "weight_decay"}
+
+
+@pytest.mark.parametrize("key", sorted({*OF_OTHERS, "initial_lr", "lr_scale", "group_name", "name", "apply_decay"}))
+def test_options_of_other_optimizers_are_taken(key: str) -> None:
+    assert all(group[key] == 1 for group in param_groups(Block(), **{key: 1}))
 
 
 def test_parameters_in_place_of_a_model_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -14,6 +17,12 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
 )
 _EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+
+_RESEMBLES: Mapping[str, float] = MappingProxyType({"decay_embeddings": 0.6, "weight_decay": 0.85})
+"""Arguments, to the difflib ratio that catches "no_decay_embeds" and "weight_decy", and no option of torch.optim."""
+_OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {"wd": "weight_decay", "decay": "weight_decay", "params": "model", "parameters": "model"}
+)
 
 
 def check_model(model: Any) -> None:
@@ -43,9 +52,10 @@ def param_groups(
         Parameters keep the model's order within a group.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or an argument is misspelt. Options are the optimizer's to check.
     """
     check_model(model)
+    _refuse_misspelt_arguments(options)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -61,6 +71,15 @@ def param_groups(
         {"params": plain, "weight_decay": 0.0, **options},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _refuse_misspelt_arguments(options: Iterable[str]) -> None:
+    """They would go to the groups, where optimizers leave alone what they do not know."""
+    for key in options:
+        near = (name for name, ratio in _RESEMBLES.items() if difflib.get_close_matches(key, [name], cutoff=ratio))
+        meant = next(near, None) or _OTHER_NAMES.get(key)
+        if meant:
+            raise TypeError(f"param_groups has no argument {key!r}. Did you mean {meant}?")
 
 
 def _decays(param: nn.Parameter, places: list[tuple[nn.Module, str]], decay_embeddings: bool) -> bool:

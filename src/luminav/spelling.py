@@ -17,8 +17,6 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "beta2": "betas=(beta1, beta2)",
         "momentum": "betas=(beta1, beta2)",
         "temperature": "tau",
-        "fused": 'execution="triton"',
-        "foreach": 'execution="foreach"',
         "compile": 'execution="compile"',
         "parameters": "params",
     }
@@ -26,6 +24,28 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
 """What options are called elsewhere, to what they are called here."""
 _NEVER_ANOTHERS = ("learning_rate", "wd", "epsilon", "beta1", "beta2")
 """Those that no framework keeps in a group for purposes of its own."""
+WAYS_OUT: Mapping[str, str] = MappingProxyType(
+    {
+        "fused": 'Leave it out: execution="auto", the default, picks the Triton engine where that runs.',
+        "foreach": 'Leave it out: execution="auto", the default, picks the engine; "foreach" is one.',
+        "amsgrad": "Leave it out: there is no AMSGrad here.",
+        "nesterov": "Leave it out: the momentum always looks one step ahead.",
+        "dampening": "Leave it out: beta1 weighs both the momentum and the gradient.",
+        "differentiable": "Leave it out: no gradient goes through a step.",
+        "decoupled_weight_decay": "Leave it out: weight_decay is always decoupled.",
+        "gradient_release": "Call luminav.enable_gradient_release(model, optimizer) on the optimizer.",
+        "enable_gradient_release": "Call luminav.enable_gradient_release(model, optimizer) on the optimizer.",
+        "model": "Pass model.parameters() or luminav.param_groups(model) as params.",
+        "param_groups": "Pass luminav.param_groups(model) as params.",
+        "decay_embeddings": "Pass luminav.param_groups(model, decay_embeddings=...) as params.",
+        "preset": "Pass its options: LuminaV(params, **luminav.preset(name)).",
+        "plan": "Call luminav.plan(model) for the memory that each mode takes.",
+        "diagnostics": "Take the step inside `with optimizer.diagnostics() as report:`.",
+        "master_state_dict": "Call optimizer.master_state_dict(model).",
+        "nonfinite_grad_count": "Call optimizer.nonfinite_grad_count().",
+    }
+)
+"""What torch's optimizers have and LuminaV has no option for, and what it has functions for, to what to do."""
 _OF_CONFIG_JSON = ("optimizer", "default_params", "presets")
 
 _NEARLY_THE_SAME = 0.85  # difflib ratio: catches "weight_decy" and "beta", leaves "lr_scale" or "initial_lr" alone
@@ -47,5 +67,7 @@ def way_out(key: str, options: tuple[str, ...]) -> str:
             "That is a part of config.json, whose options are one level down: LuminaV(params, "
             '**json.load(open("config.json"))["default_params"]), or one of its presets by luminav.preset(name).'
         )
+    if key in WAYS_OUT:
+        return WAYS_OUT[key]
     near = OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, [*options, "params"], n=1)), None)
     return f"Did you mean {near}?" if near else f"Its options are {', '.join(options)}."

@@ -167,6 +167,7 @@ def test_other_options_go_to_both_groups_and_are_checked_by_the_optimizer() -> N
         ("wd", "weight_decay"),
         ("decay", "weight_decay"),
         ("params", "model"),
+        ("param_names", "names"),
     ],
 )
 def test_misspelt_arguments_are_refused(key: str, meant: str) -> None:
@@ -182,6 +183,45 @@ OF_OTHERS = {name for kind in OPTIMIZERS for name in inspect.signature(kind).par
 @pytest.mark.parametrize("key", sorted({*OF_OTHERS, "initial_lr", "lr_scale", "group_name", "name", "apply_decay"}))
 def test_options_of_other_optimizers_are_taken(key: str) -> None:
     assert all(group[key] == 1 for group in param_groups(Block(), **{key: 1}))
+
+
+@pytest.mark.parametrize("optimizer", [LuminaV, torch.optim.AdamW])
+def test_names_go_with_the_parameters_if_asked_for(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Those of the model, tied weights by the first; parameters themselves are as without names."""
+    model = Block()
+    model.head.weight = model.embedding.weight
+    known = dict(model.named_parameters())
+    plain = optimizer(param_groups(model)).param_groups
+    named = optimizer(param_groups(model, names=True)).param_groups
+    assert not any("param_names" in group for group in plain)
+    for group, other in zip(named, plain):
+        assert all(known[name] is param for name, param in zip(group["param_names"], group["params"], strict=True))
+        assert all(param is its for param, its in zip(group["params"], other["params"], strict=True))
+    assert "head.weight" not in {name for group in named for name in group["param_names"]}
+
+
+@pytest.mark.parametrize("written_with", [True, False])
+def test_files_load_with_names_and_without(written_with: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    params = list(model.parameters())
+    writer = LuminaV(param_groups(model, names=written_with))
+    run(writer, params, [[torch.ones_like(param) for param in params]])
+    reader = LuminaV(param_groups(model, names=not written_with))
+    reader.load_state_dict(writer.state_dict())
+    assert reader.param_groups[1]["param_names"] == ["0.bias", "1.weight", "1.bias"]
+    assert all(torch.equal(reader.state[param]["exp_avg"], writer.state[param]["exp_avg"]) for param in params)
+
+
+def test_names_reach_the_messages_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("luminav.optimizer.check_param", lambda param, options, name: seen.append(name))
+    LuminaV(param_groups(nn.Linear(3, 2), names=True))
+    assert seen == ["weight", "bias"]
+
+
+def test_names_are_asked_for_and_not_given() -> None:
+    with pytest.raises(TypeError, match=r"names must be True or False, got \['a'\]"):
+        param_groups(Block(), names=["a"])  # type: ignore[arg-type]
 
 
 def test_parameters_in_place_of_a_model_are_refused() -> None:

@@ -172,8 +172,9 @@ class LuminaV(Optimizer):
         params = group["params"]
         if not isinstance(params, (Tensor, set)):
             params = list(params)
-        for param in [params] if isinstance(params, Tensor) else params:
-            name, tensor = param if isinstance(param, tuple) else (None, param)
+        names = dict(enumerate(group.get("param_names", ())))
+        for number, param in enumerate([params] if isinstance(params, Tensor) else params):
+            name, tensor = param if isinstance(param, tuple) else (names.get(number), param)
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 check_layout(tensor)
                 check_param(tensor, options, name)

@@ -21,7 +21,15 @@ _EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
 _RESEMBLES: Mapping[str, float] = MappingProxyType({"decay_embeddings": 0.6, "weight_decay": 0.85})
 """Arguments, to the difflib ratio that catches "no_decay_embeds" and "weight_decy", and no option of torch.optim."""
 _OTHER_NAMES: Mapping[str, str] = MappingProxyType(
-    {"wd": "weight_decay", "decay": "weight_decay", "params": "model", "parameters": "model"}
+    {
+        "wd": "weight_decay",
+        "decay": "weight_decay",
+        "params": "model",
+        "parameters": "model",
+        "named": "names",
+        "param_names": "names",
+        "named_parameters": "names",
+    }
 )
 
 
@@ -32,7 +40,12 @@ def check_model(model: Any) -> None:
 
 
 def param_groups(
-    model: nn.Module, weight_decay: float | None = None, *, decay_embeddings: bool = True, **options: Any
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    decay_embeddings: bool = True,
+    names: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into a group with weight decay and one without.
 
@@ -45,6 +58,9 @@ def param_groups(
         weight_decay: Decay λ of the first group. Default None: that of the optimizer, :class:`luminav.LuminaV`'s 0.08
             or what its constructor is given.
         decay_embeddings: Whether embedding tables decay.
+        names: Whether the groups have their parameters' names, as ``param_names``, for reports of ``diagnostics()``.
+            Default False, since torch refuses to add a group without names to groups with names, and
+            ``torch.distributed.checkpoint`` to read a folder without names into an optimizer with names.
         **options: Further options for both groups, such as ``lr``.
 
     Returns:
@@ -52,10 +68,13 @@ def param_groups(
         Parameters keep the model's order within a group.
 
     Raises:
-        TypeError: `model` is not a module, or an argument is misspelt. Options are the optimizer's to check.
+        TypeError: `model` is not a module, `names` is neither True nor False, or an argument is misspelt. Options are
+            the optimizer's to check.
     """
     check_model(model)
     _refuse_misspelt_arguments(options)
+    if not isinstance(names, bool):
+        raise TypeError(f"names must be True or False, got {names!r}. Names are those of model.named_parameters().")
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -70,6 +89,9 @@ def param_groups(
         {"params": decaying, **decay, **options},
         {"params": plain, "weight_decay": 0.0, **options},
     ]
+    if names:  # not as pairs in "params": whoever reads a group finds parameters there
+        known = {param: name for name, param in model.named_parameters()}
+        groups = [{**group, "param_names": [known[param] for param in group["params"]]} for group in groups]
     return [group for group in groups if group["params"]]
 
 

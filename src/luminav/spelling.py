@@ -38,6 +38,7 @@ WAYS_OUT: Mapping[str, str] = MappingProxyType(
         "model": "Pass model.parameters() or luminav.param_groups(model) as params.",
         "param_groups": "Pass luminav.param_groups(model) as params.",
         "decay_embeddings": "Pass luminav.param_groups(model, decay_embeddings=...) as params.",
+        "names": "Pass luminav.param_groups(model, names=True), or model.named_parameters(), as params.",
         "preset": "Pass its options: LuminaV(params, **luminav.preset(name)).",
         "plan": "Call luminav.plan(model) for the memory that each mode takes.",
         "diagnostics": "Take the step inside `with optimizer.diagnostics() as report:`.",

@@ -264,6 +264,25 @@ def test_masters_that_distributed_checkpoint_leaves_out_are_reported(
     assert "no master weight" not in caplog.text
 
 
+def test_a_misspelt_option_in_a_file_is_left_out_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """It did nothing in the run that wrote the file; refused at the next step, that run could not go on."""
+    params = new_params()
+    optimizer = LuminaV(params)
+    take_steps(optimizer, params, range(2))
+    file = optimizer.state_dict()
+    file["param_groups"][0] |= {"master_weight": "full", "initial_lr": 1.0}
+    other_params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    other = LuminaV(other_params)
+    with caplog.at_level(logging.WARNING, logger="luminav"):
+        other.load_state_dict(file)
+    assert "param_groups[0]: 'master_weight' in the loaded file is no option and is left out" in caplog.text
+    assert "Did you mean 'master_weights'?" in caplog.text and "initial_lr" not in caplog.text
+    assert other.param_groups[0]["initial_lr"] == 1.0 and "master_weight" in file["param_groups"][0]
+    for one, its in ((optimizer, params), (other, other_params)):
+        take_steps(one, its, range(2, 4))
+    assert_same_state(state_of(other, other_params), state_of(optimizer, params))
+
+
 @pytest.mark.parametrize("mode", NET_MODES)
 def test_asking_for_a_distributed_state_dict_before_the_first_step_changes_nothing(mode: str) -> None:
     """torch takes a step with lr 0 and zero gradients to make the state; training then starts as if it had not."""

@@ -22,9 +22,10 @@ from support import (
     parameter,
     run,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from luminav import param_groups
 from luminav.diagnostics import NAMES, Report, chart
 from luminav.gradient_release import enable_gradient_release
 
@@ -105,6 +106,34 @@ def test_names_counts_missing_gradients_and_the_flat_dict() -> None:
     assert len(flat) == 2 * len(NAMES) and flat["luminav/b/nonfinite_grads"] == 3
     assert flat["luminav/a.weight/density"] == report["a.weight"].density
     assert set(report.flat("opt")) == {f"opt/{name}/{key}" for name in report for key in NAMES}
+
+
+def test_a_name_that_is_not_in_the_report_is_answered_with_some_that_are() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = optimizer_for(param_groups(model, names=True))
+    with optimizer.diagnostics() as report:
+        with pytest.raises(KeyError, match="the report is empty until a step"):
+            report["0.weight"]
+        for param in list(model.parameters())[:3]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert list(report) == ["0.weight", "1.weight", "0.bias"]
+    with pytest.raises(KeyError, match=r"no '1.bias' among the 3 parameters .*, as '.\.\w+', .* without a gradient"):
+        report["1.bias"]
+    with pytest.raises(KeyError, match=r"no '1.wieght' .*, as '1.weight', '0.weight', "):
+        report["1.wieght"]
+    assert "1.bias" not in report and report.get("1.bias") is None and "1.weight" in report
+
+
+def test_a_name_among_positions_is_answered_with_how_to_have_names() -> None:
+    model = nn.Linear(3, 4)
+    optimizer = optimizer_for(param_groups(model))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with optimizer.diagnostics() as report:
+        optimizer.step()
+    with pytest.raises(KeyError, match=r"no 'weight' among .*, as '0', '1'\. They are positions: .*names=True"):
+        report["weight"]
 
 
 @pytest.mark.parametrize("options", [{}, {"fused_single_pass": True}, {"master_weights": "semi"}], ids=str)

@@ -14,6 +14,7 @@ import support
 import torch
 from support import PROCESS_DEFAULTS, normal, parameter
 
+import luminav
 from luminav import LuminaV, preset
 from luminav.hyperparameters import MASTER_WEIGHTS_ALIASES, OPTIONS, PRESETS, Options, refuse_misspelt_options
 
@@ -218,6 +219,22 @@ def test_misspelt_options_are_refused(key: str, meant: str) -> None:
         LuminaV([parameter(normal((3,), 0))], **{key: 1})
 
 
+@pytest.mark.parametrize("key", ["master_weight", "weight_decy", "learning_rate"])
+def test_a_misspelt_option_set_between_steps_is_refused_by_the_next(key: str) -> None:
+    param = parameter(normal((3,), 0))
+    optimizer = LuminaV([param])
+    support.run(optimizer, [param], [[torch.ones(3)]])
+    before = param.detach().clone()
+    optimizer.param_groups[0] |= {"initial_lr": 1.0, key: "full"}
+    param.grad = torch.ones(3)
+    with pytest.raises(ValueError, match=rf"unknown option '{key}' in a parameter group. Did you mean"):
+        optimizer.step()
+    assert torch.equal(param.detach(), before) and int(optimizer.state[param]["step"]) == 1
+    del optimizer.param_groups[0][key]
+    optimizer.step()
+    assert int(optimizer.state[param]["step"]) == 2
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [("wd", "weight_decay"), ("learning_rate", "lr"), ("epsilon", "eps"), ("beta1", r"betas=\(beta1, beta2\)")],
@@ -236,7 +253,7 @@ def test_what_an_option_is_called_elsewhere_is_refused_in_a_group_too(key: str, 
         ("epsilon", "eps"),
         ("beta1", "betas=(beta1, beta2)"),
         ("momentum", "betas=(beta1, beta2)"),
-        ("fused", 'execution="triton"'),
+        ("compile", 'execution="compile"'),
         ("weight_decy", "weight_decay"),
         ("statebits", "state_bits"),
         ("parameters", "params"),
@@ -246,6 +263,42 @@ def test_what_an_option_is_called_elsewhere_is_refused_in_a_group_too(key: str, 
 def test_an_option_that_is_not_there_is_answered_with_the_one_that_is(key: str, meant: str) -> None:
     with pytest.raises(TypeError, match=re.escape(f"LuminaV has no option '{key}'. Did you mean {meant}?")):
         LuminaV([parameter(normal((3,), 0))], **{key: 1})
+
+
+OF_TORCH = {
+    name
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    for name in inspect.signature(kind).parameters
+}
+OF_OURS = {name for name in luminav.__all__ if inspect.isfunction(getattr(luminav, name))} | {
+    name for name in vars(LuminaV) if not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+}
+
+
+@pytest.mark.parametrize(
+    "key", sorted((OF_TORCH | OF_OURS | {"gradient_release", "decay_embeddings"}) - {*OPTIONS, "params"})
+)
+def test_what_is_no_option_here_is_answered_with_what_to_do(key: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        one(**{key: True})
+    message = str(refused.value)
+    assert message.startswith(f"LuminaV has no option {key!r}. ") and "Its options are" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "way_out"),
+    [
+        ("fused", 'Leave it out: execution="auto"'),
+        ("foreach", 'Leave it out: execution="auto"'),
+        ("amsgrad", "Leave it out: there is no AMSGrad here."),
+        ("gradient_release", "Call luminav.enable_gradient_release(model, optimizer)"),
+        ("decay_embeddings", "luminav.param_groups(model, decay_embeddings="),
+    ],
+)
+def test_the_way_out_can_be_taken(key: str, way_out: str) -> None:
+    """Not `execution="triton"`, say, which is an error on a CPU."""
+    with pytest.raises(TypeError, match=re.escape(f"LuminaV has no option {key!r}. ") + ".*" + re.escape(way_out)):
+        one(**{key: True})
 
 
 def test_an_option_that_resembles_none_is_answered_with_all() -> None:
@@ -285,6 +338,7 @@ def test_keys_of_others_are_left_alone(key: str) -> None:
     value = object()
     optimizer = LuminaV([{"params": [parameter(normal((3,), 0))], key: value}])
     assert optimizer.param_groups[0][key] is value
+    support.run(optimizer, optimizer.param_groups[0]["params"], [[torch.ones(3)]])
 
 
 def test_keys_need_not_be_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -32,11 +33,10 @@ class Block(nn.Module):
 
 
 def names_by_decay(model: nn.Module, **options: Any) -> dict[float, set[str]]:
-    """Names of the parameters of each group, by its weight decay."""
+    """Names of the parameters of each group, by the weight decay that it has in LuminaV."""
     names = {param: name for name, param in model.named_parameters()}
-    return {
-        group["weight_decay"]: {names[p] for p in group["params"]} for group in luminav.param_groups(model, **options)
-    }
+    groups = LuminaV(luminav.param_groups(model, **options)).param_groups
+    return {group["weight_decay"]: {names[p] for p in group["params"]} for group in groups}
 
 
 DECAYING = {
@@ -78,7 +78,13 @@ def test_biases_of_attention_and_recurrent_layers_do_not_decay() -> None:
 
 
 def test_the_default_decay_is_the_optimizers() -> None:
+    """Its constructor's, which a default of the helper would override in silence."""
     assert set(names_by_decay(Block())) == {0.08, 0.0}
+    for optimizer in (LuminaV, torch.optim.AdamW):
+        groups = optimizer(param_groups(Block()), weight_decay=0.3).param_groups
+        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+        groups = optimizer(param_groups(Block(), weight_decay=0.1), weight_decay=0.3).param_groups
+        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
 
 
 def test_embeddings_by_choice() -> None:
@@ -147,6 +153,75 @@ def test_other_options_go_to_both_groups_and_are_checked_by_the_optimizer() -> N
         assert (group["lr"], group["weight_decay"], group["master_weights"]) == (0.25, decay, "full")
     with pytest.raises(ValueError, match="lr"):
         LuminaV(luminav.param_groups(model, lr=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("decay_embedings", "decay_embeddings"),
+        ("decay_embedding", "decay_embeddings"),
+        ("decay_embeds", "decay_embeddings"),
+        ("no_decay_embeddings", "decay_embeddings"),
+        ("embeddings", "decay_embeddings"),
+        ("weight_decy", "weight_decay"),
+        ("wd", "weight_decay"),
+        ("decay", "weight_decay"),
+        ("params", "model"),
+        ("param_names", "names"),
+    ],
+)
+def test_misspelt_arguments_are_refused(key: str, meant: str) -> None:
+    """In a group no optimizer would look at them."""
+    with pytest.raises(TypeError, match=rf"param_groups has no argument '{key}'\. Did you mean {meant}\?"):
+        param_groups(Block(), **{key: False})
+
+
+OPTIMIZERS = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+OF_OTHERS = {name for kind in OPTIMIZERS for name in inspect.signature(kind).parameters} - {"params", "weight_decay"}
+
+
+@pytest.mark.parametrize("key", sorted({*OF_OTHERS, "initial_lr", "lr_scale", "group_name", "name", "apply_decay"}))
+def test_options_of_other_optimizers_are_taken(key: str) -> None:
+    assert all(group[key] == 1 for group in param_groups(Block(), **{key: 1}))
+
+
+@pytest.mark.parametrize("optimizer", [LuminaV, torch.optim.AdamW])
+def test_names_go_with_the_parameters_if_asked_for(optimizer: type[torch.optim.Optimizer]) -> None:
+    """Those of the model, tied weights by the first; parameters themselves are as without names."""
+    model = Block()
+    model.head.weight = model.embedding.weight
+    known = dict(model.named_parameters())
+    plain = optimizer(param_groups(model)).param_groups
+    named = optimizer(param_groups(model, names=True)).param_groups
+    assert not any("param_names" in group for group in plain)
+    for group, other in zip(named, plain):
+        assert all(known[name] is param for name, param in zip(group["param_names"], group["params"], strict=True))
+        assert all(param is its for param, its in zip(group["params"], other["params"], strict=True))
+    assert "head.weight" not in {name for group in named for name in group["param_names"]}
+
+
+@pytest.mark.parametrize("written_with", [True, False])
+def test_files_load_with_names_and_without(written_with: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
+    params = list(model.parameters())
+    writer = LuminaV(param_groups(model, names=written_with))
+    run(writer, params, [[torch.ones_like(param) for param in params]])
+    reader = LuminaV(param_groups(model, names=not written_with))
+    reader.load_state_dict(writer.state_dict())
+    assert reader.param_groups[1]["param_names"] == ["0.bias", "1.weight", "1.bias"]
+    assert all(torch.equal(reader.state[param]["exp_avg"], writer.state[param]["exp_avg"]) for param in params)
+
+
+def test_names_reach_the_messages_of_the_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr("luminav.optimizer.check_param", lambda param, options, name: seen.append(name))
+    LuminaV(param_groups(nn.Linear(3, 2), names=True))
+    assert seen == ["weight", "bias"]
+
+
+def test_names_are_asked_for_and_not_given() -> None:
+    with pytest.raises(TypeError, match=r"names must be True or False, got \['a'\]"):
+        param_groups(Block(), names=["a"])  # type: ignore[arg-type]
 
 
 def test_parameters_in_place_of_a_model_are_refused() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from luminav.blocks import BLOCK, LARGEST_SCALE, CodeFormat, in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
-from luminav.hyperparameters import OPTIONS, Options
+from luminav.hyperparameters import OPTIONS, Options, meant_option
 from luminav.rule import SMALLEST_MEAN
 from luminav.state import (
     MOMENTS,
@@ -106,9 +106,10 @@ def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int)
         number: For the log.
 
     Returns:
-        The group to continue with. Differences in the rule's options are logged.
+        The group to continue with. Differences in the rule's options are logged, and so are misspelt ones, which are
+        left out.
     """
-    group = dict(saved)
+    group = _without_misspelt_options(saved, number)
     for name, option in OPTIONS.items():
         if option.process or name not in group:
             group[name] = current.get(name, option.default)
@@ -127,6 +128,17 @@ def loaded_group(saved: dict[str, Any], current: Mapping[str, Any], number: int)
         logger.log(level, "param_groups[%d]: %s=%r comes from the loaded file; the optimizer had %r.", number, name,
                    group[name], current.get(name))  # fmt: skip
     return group
+
+
+def _without_misspelt_options(saved: dict[str, Any], number: int) -> dict[str, Any]:
+    """A copy of a file's group. Not refused: the keys did nothing in the run that wrote the file, and it can go on."""
+    meant = {key: option for key in saved if key not in OPTIONS and (option := meant_option(key))}
+    for key, option in meant.items():
+        logger.warning(
+            "param_groups[%d]: %r in the loaded file is no option and is left out. Did you mean %s?",
+            number, key, option,
+        )  # fmt: skip
+    return {key: value for key, value in saved.items() if key not in meant}
 
 
 def report_dropped(keys: list[Any]) -> None:

@@ -18,6 +18,7 @@ The price, when asked: a copy of the weights and one measurement, about one more
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from luminav.stepper import Stepper
 
 FOREACH = "foreach"
+SHOWN = 3
+"""How many names a message has."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,23 @@ class Report(Mapping[str, Figures]):
         self._figures: dict[str, Figures] = {}
 
     def __getitem__(self, name: str) -> Figures:
+        if name not in self._figures:
+            raise KeyError(self._no_such(name))
         return self._figures[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._figures  # the base class would have a message made for each name that is not there
+
+    def _no_such(self, name: Any) -> str:
+        """A few of the names that there are, and why others are not."""
+        if not self._figures:
+            return f"no {name!r}: the report is empty until a step inside the `with` is done."
+        near = difflib.get_close_matches(str(name), self._figures, n=SHOWN)
+        few = list(dict.fromkeys([*near, *self._figures]))[:SHOWN]
+        why = "Parameters without a gradient are not in it."
+        if all(key.isdecimal() for key in self._figures):
+            why = "They are positions: model.named_parameters() or param_groups(model, names=True) bring names."
+        return f"no {name!r} among the {len(self)} parameters of the report, as {', '.join(map(repr, few))}. {why}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._figures)

@@ -7,7 +7,6 @@ of the package sees one spelling.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -17,6 +16,8 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
+
+from luminav.spelling import meant_name, way_out
 
 MASTER_WEIGHTS_ALIASES: Mapping[Any, str] = MappingProxyType(
     {
@@ -224,6 +225,7 @@ class Options:
             ValueError: A value is out of range, two options exclude each other, or a key looks like a misspelt option.
             TypeError: A value has the wrong type.
         """
+        refuse_misspelt_options(group)
         options = cls(**{name: f.metadata["check"](name, group.get(name, f.default)) for name, f in _FIELDS.items()})
         options._refuse_contradictions()
         return options
@@ -278,7 +280,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 """Option name to :class:`Option`, in the order of the constructor."""
 
-_NEARLY_THE_SAME = 0.85  # difflib ratio: catches "weight_decy" and "beta", leaves "lr_scale" or "initial_lr" alone
+_NAMES = tuple(OPTIONS)
+_KNOWN_KEYS = frozenset([*OPTIONS, "params", "param_names"])
 
 
 def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
@@ -287,34 +290,14 @@ def refuse_misspelt_options(group: Mapping[str, Any]) -> None:
     Frameworks keep keys of their own in a group ("initial_lr", "lr_scale"), so unknown keys in general are allowed.
     """
     for key in group:
-        if key in OPTIONS or key in ("params", "param_names") or not isinstance(key, str):
-            continue
-        near = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=_NEARLY_THE_SAME)
-        if near or key in _NEVER_ANOTHERS:
-            meant = repr(near[0]) if near else OTHER_NAMES[key]
+        if key not in _KNOWN_KEYS and (meant := meant_option(key)):
             raise ValueError(f"unknown option {key!r} in a parameter group. Did you mean {meant}?")
 
 
-OTHER_NAMES: Mapping[str, str] = MappingProxyType(
-    {
-        "learning_rate": "lr",
-        "wd": "weight_decay",
-        "decay": "weight_decay",
-        "epsilon": "eps",
-        "beta1": "betas=(beta1, beta2)",
-        "beta2": "betas=(beta1, beta2)",
-        "momentum": "betas=(beta1, beta2)",
-        "temperature": "tau",
-        "fused": 'execution="triton"',
-        "foreach": 'execution="foreach"',
-        "compile": 'execution="compile"',
-        "parameters": "params",
-    }
-)
-"""What options are called elsewhere, to what they are called here."""
-_NEVER_ANOTHERS = ("learning_rate", "wd", "epsilon", "beta1", "beta2")
-"""Those that no framework keeps in a group for purposes of its own."""
-_OF_CONFIG_JSON = ("optimizer", "default_params", "presets")
+def meant_option(key: Any) -> str | None:
+    """The option that an unknown key of a group must mean, as a message spells it; None if it may be somebody's own."""
+    return meant_name(key, _NAMES) if isinstance(key, str) else None
+
 
 _Given = ParamSpec("_Given")
 
@@ -326,20 +309,10 @@ def naming_unknown_options(constructor: Callable[_Given, None]) -> Callable[_Giv
     def checked(*args: _Given.args, **kwargs: _Given.kwargs) -> None:
         for key in kwargs:
             if key not in OPTIONS and key != "params":
-                raise TypeError(f"LuminaV has no option {key!r}. {_way_out(key)}")
+                raise TypeError(f"LuminaV has no option {key!r}. {way_out(key, _NAMES)}")
         constructor(*args, **kwargs)
 
     return checked
-
-
-def _way_out(key: str) -> str:
-    if key in _OF_CONFIG_JSON:
-        return (
-            "That is a part of config.json, whose options are one level down: LuminaV(params, "
-            '**json.load(open("config.json"))["default_params"]), or one of its presets by luminav.preset(name).'
-        )
-    near = OTHER_NAMES.get(key) or next(iter(difflib.get_close_matches(key, [*OPTIONS, "params"], n=1)), None)
-    return f"Did you mean {near}?" if near else f"Its options are {', '.join(OPTIONS)}."
 
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

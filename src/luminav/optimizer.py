@@ -23,7 +23,7 @@ from luminav.checkpoints import (
 )
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
-from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options, refuse_misspelt_options
+from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options
 from luminav.modes import ordinary_mode
 from luminav.param_groups import check_model, num_foreign
 from luminav.pending import check_layout, check_param
@@ -168,13 +168,13 @@ class LuminaV(Optimizer):
         super().add_param_group(param_group)
 
     def _normalised_group(self, group: dict[str, Any]) -> dict[str, Any]:
-        refuse_misspelt_options(group)
         options = Options.from_group({**self.defaults, **group})
         params = group["params"]
         if not isinstance(params, (Tensor, set)):
             params = list(params)
-        for param in [params] if isinstance(params, Tensor) else params:
-            name, tensor = param if isinstance(param, tuple) else (None, param)
+        names = dict(enumerate(group.get("param_names", ())))
+        for number, param in enumerate([params] if isinstance(params, Tensor) else params):
+            name, tensor = param if isinstance(param, tuple) else (names.get(number), param)
             if isinstance(tensor, Tensor) and not is_lazy(tensor):
                 check_layout(tensor)
                 check_param(tensor, options, name)

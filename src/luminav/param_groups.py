@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -15,6 +17,20 @@ _NORMS: tuple[type[nn.Module], ...] = (
     nn.modules.batchnorm._NormBase,
 )
 _EMBEDDINGS: tuple[type[nn.Module], ...] = (nn.Embedding, nn.EmbeddingBag)
+
+_RESEMBLES: Mapping[str, float] = MappingProxyType({"decay_embeddings": 0.6, "weight_decay": 0.85})
+"""Arguments, to the difflib ratio that catches "no_decay_embeds" and "weight_decy", and no option of torch.optim."""
+_OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "wd": "weight_decay",
+        "decay": "weight_decay",
+        "params": "model",
+        "parameters": "model",
+        "named": "names",
+        "param_names": "names",
+        "named_parameters": "names",
+    }
+)
 
 
 def check_model(model: Any) -> None:
@@ -37,7 +53,12 @@ def num_foreign(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> int:
 
 
 def param_groups(
-    model: nn.Module, weight_decay: float = 8e-2, *, decay_embeddings: bool = True, **options: Any
+    model: nn.Module,
+    weight_decay: float | None = None,
+    *,
+    decay_embeddings: bool = True,
+    names: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
     """Split a model's trainable parameters into a group with weight decay and one without.
 
@@ -47,8 +68,12 @@ def param_groups(
 
     Args:
         model: The model. Frozen parameters (``requires_grad=False``) are left out.
-        weight_decay: Decay λ of the first group.
+        weight_decay: Decay λ of the first group. Default None: that of the optimizer, :class:`luminav.LuminaV`'s 0.08
+            or what its constructor is given.
         decay_embeddings: Whether embedding tables decay.
+        names: Whether the groups have their parameters' names, as ``param_names``, for reports of ``diagnostics()``.
+            Default False, since torch refuses to add a group without names to groups with names, and
+            ``torch.distributed.checkpoint`` to read a folder without names into an optimizer with names.
         **options: Further options for both groups, such as ``lr``.
 
     Returns:
@@ -56,9 +81,13 @@ def param_groups(
         Parameters keep the model's order within a group.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, `names` is neither True nor False, or an argument is misspelt. Options are
+            the optimizer's to check.
     """
     check_model(model)
+    _refuse_misspelt_arguments(options)
+    if not isinstance(names, bool):
+        raise TypeError(f"names must be True or False, got {names!r}. Names are those of model.named_parameters().")
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
@@ -68,11 +97,24 @@ def param_groups(
     plain: list[nn.Parameter] = []
     for param, places in owners.items():
         (decaying if _decays(param, places, decay_embeddings) else plain).append(param)
-    groups = [
-        {"params": decaying, "weight_decay": weight_decay, **options},
+    decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+    groups: list[dict[str, Any]] = [
+        {"params": decaying, **decay, **options},
         {"params": plain, "weight_decay": 0.0, **options},
     ]
+    if names:  # not as pairs in "params": whoever reads a group finds parameters there
+        known = {param: name for name, param in model.named_parameters()}
+        groups = [{**group, "param_names": [known[param] for param in group["params"]]} for group in groups]
     return [group for group in groups if group["params"]]
+
+
+def _refuse_misspelt_arguments(options: Iterable[str]) -> None:
+    """They would go to the groups, where optimizers leave alone what they do not know."""
+    for key in options:
+        near = (name for name, ratio in _RESEMBLES.items() if difflib.get_close_matches(key, [name], cutoff=ratio))
+        meant = next(near, None) or _OTHER_NAMES.get(key)
+        if meant:
+            raise TypeError(f"param_groups has no argument {key!r}. Did you mean {meant}?")
 
 
 def _decays(param: nn.Parameter, places: list[tuple[nn.Module, str]], decay_embeddings: bool) -> bool:

@@ -72,6 +72,7 @@ class Premises:
         self._idle = [param for param in params if id(param) not in served] if alone else []
         self._watches_all = alone
         self._group_values = [_values(group) for group in groups]
+        self._group_sizes = list(map(len, groups))
         self._lrs = [group["lr"] for group in groups]
         self._batches: list[list[Batch]] = [
             [work.batch for work in self._works if work.items[0].group == number] for number in range(len(groups))
@@ -127,6 +128,8 @@ class Premises:
     def _same_groups(self, groups: list[dict[str, Any]]) -> bool:
         if [_values(group) for group in groups] != self._group_values:
             return False
+        if list(map(len, groups)) != self._group_sizes:
+            return False  # a new key may be a misspelt option, which the step that follows refuses
         for group, params in zip(groups, self._group_params, strict=True):
             if len(group["params"]) != len(params) or not all(map(is_, group["params"], params)):
                 return False

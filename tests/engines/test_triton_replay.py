@@ -274,6 +274,20 @@ def test_options_of_one_mode_are_noticed(name: str, value: float) -> None:
     go_on(race, 3)
 
 
+def test_a_misspelt_option_in_a_group_is_noticed() -> None:
+    """Another key that is new there costs one step that is built anew, and no more."""
+    race = running()
+    for optimizer in race.optimizers:
+        optimizer.param_groups[0]["initial_lr"] = 1e-2
+    go_on(race)
+    kept = race.replay
+    go_on(race, 1)
+    assert kept is not None and race.replay is kept
+    race.optimizer.param_groups[0]["master_weight"] = "full"
+    with pytest.raises(ValueError, match="unknown option 'master_weight'"):
+        race.optimizer.step()
+
+
 def test_every_option_is_in_the_tests_above() -> None:
     from luminav.hyperparameters import OPTIONS as declared
 

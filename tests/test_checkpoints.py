@@ -434,3 +434,18 @@ def test_empty_parameters_have_no_entry_in_a_1_3_file() -> None:
     assert params[1] not in optimizer.state
     take_steps(optimizer, params, range(2))
     assert int(optimizer.state[params[0]]["step"]) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_name)
+def test_an_overflown_variance_of_a_1_3_file_is_the_largest_one(dtype: torch.dtype) -> None:
+    """There it becomes infinite, and stays: no step would move the weight again. Ours saturates, so a file of ours
+    that has one is damaged."""
+    file, reference = file_1_3(normal((40,), 0), 5, dtype)
+    file["state"][0]["exp_avg_sq"][3] = float("inf")
+    param = parameter(reference.weight, dtype)
+    optimizer = LuminaV([param])
+    optimizer.load_state_dict(through_a_file(file))
+    assert float(optimizer.state[param]["exp_avg_sq"][3]) == torch.finfo(dtype).max
+    file["state"][0]["exp_avg_sq"][3] = float("nan")
+    with pytest.raises(ValueError, match="'exp_avg_sq' must be finite and >= 0, but holds nan"):
+        optimizer.load_state_dict(through_a_file(file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -252,6 +253,13 @@ def spoilt_entry(key: str, value: Any) -> Spoil:
     return spoil
 
 
+def spoilt_element(key: str, value: float) -> Spoil:
+    def spoil(file: dict[str, Any]) -> None:
+        file["state"][1][key].view(-1)[-1] = value
+
+    return spoil
+
+
 def without(*path: Any) -> Spoil:
     def spoil(file: dict[str, Any]) -> None:
         inner: Any = file
@@ -272,6 +280,18 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "list of remainders": (spoilt_entry("master_remainder", [0] * 5), "'master_remainder' must be .* got list"),
     "no exp_avg": (without("state", 1, "exp_avg"), r"state\[1\] has no 'exp_avg'"),
     "no exp_avg_sq": (without("state", 1, "exp_avg_sq"), "no 'exp_avg_sq', which buffer=2 of its group needs"),
+    "nan exp_avg": (
+        spoilt_element("exp_avg", math.nan),
+        r"state\[1\]: 'exp_avg' must be finite, but holds nan. Is the",
+    ),
+    "infinite exp_avg": (spoilt_element("exp_avg", math.inf), "'exp_avg' must be finite, but holds inf"),
+    "infinite negative exp_avg": (spoilt_element("exp_avg", -math.inf), "'exp_avg' must be finite, but holds -inf"),
+    "nan exp_avg_sq": (spoilt_element("exp_avg_sq", math.nan), "'exp_avg_sq' must be finite and >= 0, but holds nan"),
+    "negative exp_avg_sq": (spoilt_element("exp_avg_sq", -0.5), "'exp_avg_sq' must be finite and >= 0, but holds -0.5"),
+    "infinite exp_avg_sq": (spoilt_element("exp_avg_sq", math.inf), "'exp_avg_sq' must be .* but holds inf"),
+    "nan cautious_scale": (spoilt_element("cautious_scale", math.nan), "'cautious_scale' must be .* but holds nan"),
+    "negative bound_scale": (spoilt_element("bound_scale", -1.0), "'bound_scale' must be .* but holds -1"),
+    "infinite bound_scale": (spoilt_element("bound_scale", math.inf), "'bound_scale' must be .* but holds inf"),
     "negative step": (spoilt_entry("step", -1), "'step' must be a whole number >= 0, got -1"),
     "half a step": (spoilt_entry("step", 2.5), "'step' must be a whole number"),
     "nan step": (spoilt_entry("step", float("nan")), "'step' must be a whole number"),
@@ -320,6 +340,82 @@ def test_a_spoilt_file_is_refused_and_changes_nothing(fault: str) -> None:
     for one, its in ((optimizer, params), (untouched, untouched_params)):
         take_steps(one, its, range(4, 6))
     assert_same_state(state_of(optimizer, params), state_of(untouched, untouched_params))
+
+
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("options", [{}, {"buffer": 1}, {"master_weights": "full"}], ids=str)
+@pytest.mark.parametrize("number", [0, 1234, 4095])
+def test_a_damaged_moment_is_refused_wherever_it_is(number: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Before anything changes: the one element would become a NaN weight, with one RMS per tensor all of them."""
+    param = parameter(normal((64, 64), 0), dtype, "transposed")
+    optimizer = LuminaV([param], **options)
+    take_steps(optimizer, [param], range(2))
+    before = state_of(optimizer, [param])
+    for key in {"exp_avg", "exp_avg_sq"} & optimizer.state[param].keys():
+        file = through_a_file(optimizer.state_dict())
+        file["state"][0][key][number // 64, number % 64] = math.nan
+        with pytest.raises(ValueError, match=rf"state\[0\]: '{key}' must be finite.*, but holds nan"):
+            optimizer.load_state_dict(file)
+        assert_same_state(state_of(optimizer, [param]), before)
+
+
+@pytest.mark.parametrize("name", all_modes())
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)
+def test_what_the_wildest_run_saves_is_loaded(dtype: torch.dtype, name: str) -> None:
+    """Moments saturate: gradients at the ends of their range, NaN and infinite ones, and weights that are NaN."""
+    options, params = all_modes()[name], [parameter(torch.ones(64, 64), dtype), parameter(torch.ones(()), dtype)]
+    with torch.no_grad():
+        params[0][0, 0] = math.nan
+    optimizer = LuminaV(params, **options)
+    largest = torch.finfo(dtype).max
+    wild = torch.tensor([largest, -largest, largest, math.nan, math.inf, -math.inf, 0.0, 1.0], dtype=dtype)
+    for step in range(8):
+        for param in params:
+            param.grad = wild.roll(step % 3).repeat(512)[: param.numel()].view(param.shape)
+        optimizer.step()
+    reader = LuminaV(params, split_master_weights=options.get("split_master_weights", True))
+    reader.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_state(state_of(reader, params), state_of(optimizer, params))
+    assert params[0].isnan().sum() == 1 and params[1].isfinite()
+
+
+def test_the_ends_of_the_range_are_loaded() -> None:
+    """Largest moments of either sign, and a variance that is −0."""
+    param, largest = parameter(torch.ones(2), torch.bfloat16), torch.finfo(torch.bfloat16).max
+    optimizer = LuminaV([param])
+    entry = {"step": 3, "exp_avg": torch.tensor([largest, -largest]), "exp_avg_sq": torch.tensor([largest, -0.0])}
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert optimizer.state[param]["exp_avg"].tolist() == [largest, -largest]
+    assert optimizer.state[param]["exp_avg_sq"].tolist() == [largest, 0.0]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=dtype_name)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_master_that_is_not_finite_does_not_reach_its_weight(value: float, dtype: torch.dtype) -> None:
+    """It is loaded, since its weight may be so too; where that is finite, the master begins there anew."""
+    options = {"master_weights": "semi", "split_master_weights": False, "weight_decay": 0.0}
+    param = parameter(torch.tensor([1.0, 2.0]), dtype)
+    optimizer = LuminaV([param], **options)
+    take_steps(optimizer, [param], range(1))
+    file = through_a_file(optimizer.state_dict())
+    file["state"][0]["master_param"][0] = value
+    with torch.no_grad():
+        param.copy_(torch.tensor([1.0, 2.0]))
+    optimizer.load_state_dict(file)
+    param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["betas"] = (0.0, 0.999)  # no momentum: nothing moves
+    optimizer.step()
+    assert param.tolist() == [1.0, 2.0] and optimizer.state[param]["master_param"].tolist()[0] == 1.0
+
+
+def test_state_on_the_meta_device_is_loaded_unread() -> None:
+    param = parameter(normal((4, 4), 0))
+    optimizer = LuminaV([param])
+    take_steps(optimizer, [param], range(1))
+    empty = nn.Parameter(torch.empty(4, 4, device="meta"))
+    reader = LuminaV([empty])
+    reader.load_state_dict(optimizer.state_dict())
+    assert reader.state[empty]["exp_avg"].is_meta
 
 
 @pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])

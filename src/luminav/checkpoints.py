@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, LARGEST_SCALE, CodeFormat, in_blocks
+from luminav.blocks import in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options
-from luminav.rule import SMALLEST_MEAN
+from luminav.rounding import largest_finite
 from luminav.state import (
     MOMENTS,
     NO_COLUMN_MEANS,
@@ -212,17 +212,15 @@ def loaded_state(
                 "damaged?"
             )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
-    if "exp_avg_sq_col" in state and _lacks_columns(local(state["exp_avg_sq"]), local(state["exp_avg_sq_col"])):
-        raise ValueError(NO_COLUMN_MEANS.format(where))  # what reads files into other state has left out the one half
-    for key, form in MOMENTS:
-        if f"{key}_scale" in state and state[key].dtype == torch.uint8:
-            _check_scales(state[f"{key}_scale"], state[key], key, form, where)
+    if "exp_avg_sq" in state and not says_bits:
+        _saturate(local(state["exp_avg_sq"]))
     return state
 
 
-def _lacks_columns(rows: Tensor, columns: Tensor) -> bool:
-    """Whether all column means of tiles are 0 and the row means say otherwise; tiny ones round to 0 before these do."""
-    return bool((rows > SMALLEST_MEAN).any()) and not bool(columns.any())
+def _saturate(exp_avg_sq: Tensor) -> None:
+    """The variance of 1.3.x may have overflown; ours saturates, and where it is infinite a weight never moves again."""
+    if exp_avg_sq.is_floating_point():
+        exp_avg_sq.clamp_(max=largest_finite(exp_avg_sq.dtype))
 
 
 def _form_of(
@@ -242,14 +240,6 @@ def _form_of(
         dtype = moment_dtype(param, options)
         return dtype, functools.partial(zeros_like_param, param, dtype)
     return dtype, functools.partial(kind.first, param, options)
-
-
-def _check_scales(scales: Tensor, codes: Tensor, key: str, form: CodeFormat, where: str) -> None:
-    """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
-    exponents, lowest = local(scales).view(-1), form.smallest_scale
-    impossible = (exponents < lowest) | (exponents > LARGEST_SCALE)
-    if bool((impossible & local(codes).reshape(-1, BLOCK).any(1)).any()):
-        raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_SCALE}]. Is the file damaged?")
 
 
 def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:
@@ -293,7 +283,7 @@ def _private_copy(
             "Is the file from another model, or are the parameters in another order?"
         )
     value = saturated(value.detach(), dtype)
-    if not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
+    if value.dtype != dtype and not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
         raise ValueError(f"{where}: {kind.key!r} must be within {dtype.itemsize * 8} bits. Is the file damaged?")
     if target is None:
         return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)

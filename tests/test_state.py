@@ -306,6 +306,13 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "entry is a tensor": (lambda file: file["state"].update({1: torch.zeros(5)}), r"state\[1\] must be a dict"),
     "no state": (without("state"), "no 'state'"),
     "no groups": (without("param_groups"), "no 'param_groups'"),
+    "no step": (
+        without("state", 1, "step"),
+        r"state\[1\] has no 'step', without .* 'exp_avg' .* Is the file damaged\?",
+    ),
+    "step is None": (spoilt_entry("step", None), r"state\[1\] has no 'step'"),
+    "only a variance": (lambda file: file["state"].update({1: {"exp_avg_sq": torch.ones(5)}}), "no 'step'.*exp_avg_sq"),
+    "only a master": (lambda file: file["state"].update({1: {"master_param": torch.ones(5)}}), "no 'step'.*master_p"),
     "group count": (lambda file: file["param_groups"].append(file["param_groups"][0]), "different number"),
     "group size": (lambda file: file["param_groups"][0]["params"].pop(), "doesn't match the size"),
     "bad option": (lambda file: file["param_groups"][1].update(tau=-1.0), "tau must be > 0 and finite, got -1.0"),
@@ -340,6 +347,14 @@ def test_a_spoilt_file_is_refused_and_changes_nothing(fault: str) -> None:
     for one, its in ((optimizer, params), (untouched, untouched_params)):
         take_steps(one, its, range(4, 6))
     assert_same_state(state_of(optimizer, params), state_of(untouched, untouched_params))
+
+
+@pytest.mark.parametrize("entry", [{}, {"scratch": torch.zeros(5), "buf_count": 2}, {"theirs": 1}, {"step": 0}])
+def test_an_entry_without_moments_needs_no_step(entry: dict[str, Any]) -> None:
+    param = parameter(torch.ones(2))
+    optimizer = LuminaV([param])
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)

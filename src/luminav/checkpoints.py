@@ -183,7 +183,7 @@ def loaded_state(
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} must be a dict of tensors, got {type(entry).__name__}.")
     entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
-    step = _step_count(entry.get("step"), where)
+    step = _step_count(entry, where)
     if step == 0:
         return None
     state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
@@ -290,9 +290,13 @@ def _private_copy(
     return target.copy_(placed_like(value, target))
 
 
-def _step_count(step: Any, where: str) -> int:
-    """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
+def _step_count(entry: Mapping[str, Any], where: str) -> int:
+    """`step` may be an int, a float or a one-element tensor of any dtype; 0 where an entry holds nothing at all."""
+    step = entry.get("step")
     if step is None:
+        held = [key for key in (*MOMENT_KEYS, *MASTER_FORMS) if entry.get(key) is not None]
+        if held:
+            raise ValueError(f"{where} has no 'step', without which its {held[0]!r} says little. Is the file damaged?")
         return 0
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(number, (int, float)) or not 0 <= number < STEP_LIMIT or number != int(number):

@@ -270,6 +270,13 @@ def without(*path: Any) -> Spoil:
     return spoil
 
 
+def newer(group: dict[str, Any]) -> None:
+    """Make of a group one as luminav 1.5.3, a name for luminamoon, writes it."""
+    del group["alpha_ss"]
+    group |= {"lam": 0.3, "centered_defect": False, "bound_type": 2, "master_weights": 0, "execution": 0}
+    group["version"] = "1.5.3"
+
+
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "shape": (spoilt_entry("exp_avg", torch.zeros(4)), r"state\[1\]: 'exp_avg' has shape \(4,\), expected \(5,\)"),
     "scalar for a tensor": (spoilt_entry("exp_avg_sq", torch.zeros(())), "'exp_avg_sq' has shape"),
@@ -315,6 +322,7 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "only a master": (lambda file: file["state"].update({1: {"master_param": torch.ones(5)}}), "no 'step'.*master_p"),
     "group count": (lambda file: file["param_groups"].append(file["param_groups"][0]), "different number"),
     "group size": (lambda file: file["param_groups"][0]["params"].pop(), "doesn't match the size"),
+    "newer": (lambda file: newer(file["param_groups"][1]), r"\[1\] .* luminav 1\.5 or newer.* \(version '1\.5\.3'\)"),
     "bad option": (lambda file: file["param_groups"][1].update(tau=-1.0), "tau must be > 0 and finite, got -1.0"),
     "bad mode": (lambda file: file["param_groups"][1].update(master_weights="fp8"), "master_weights must be one of"),
 }
@@ -355,6 +363,15 @@ def test_an_entry_without_moments_needs_no_step(entry: dict[str, Any]) -> None:
     optimizer = LuminaV([param])
     optimizer.load_state_dict({"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]})
     assert not optimizer.state
+
+
+def test_another_framework_s_keys_make_no_newer_file() -> None:
+    param = parameter(torch.ones(2))
+    optimizer = LuminaV([param])
+    file = optimizer.state_dict()
+    file["param_groups"][0] |= {"lam": 2.0, "version": "1.5.3"}
+    optimizer.load_state_dict(file)
+    assert optimizer.param_groups[0]["lam"] == 2.0
 
 
 @pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)

@@ -57,13 +57,25 @@ def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
             "checkpoint that optimizer.state_dict() gave."
         )
     for number, group in enumerate(state_dict["param_groups"]):
-        if "tau" not in group:
-            raise ValueError(
-                f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
-                "moments mean something else, so start from fresh state instead."
-            )
+        _check_writer(group, f"param_groups[{number}] of the loaded state dict")
     sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": sealed}
+
+
+def _check_writer(group: Any, where: str) -> None:
+    """Refuse a group of a file that no version wrote whose moments and options mean what ours do."""
+    if "centered_defect" in group or ("lam" in group and "alpha_ss" not in group):  # `lam` alone may be anybody's
+        raise ValueError(
+            f"{where} was written by the public luminav 1.5 or newer, now luminamoon "
+            f"(version {group.get('version')!r}): its rule and its options are others. "
+            "Files of luminav 1.3.x and of this package load. Load the model's weights only and start from fresh "
+            "state, or finish the run with that package."
+        )
+    if "tau" not in group:
+        raise ValueError(
+            f"{where} has no 'tau': it was not written by LuminaV. Its moments mean something else, so start from "
+            "fresh state instead."
+        )
 
 
 @torch.no_grad()

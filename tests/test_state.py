@@ -15,7 +15,7 @@ from runs import all_modes, assert_same_state, file_size, new_params, state_of, 
 from support import ENGINES, SIXTEEN_BIT, dtype_name, normal, parameter
 from torch import Tensor, nn
 
-from luminav import LuminaV
+from luminav import LuminaV, param_groups
 from luminav.state import STATE
 
 # ---- what is kept --------------------------------------------------------------------------------------------------
@@ -320,8 +320,19 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "step is None": (spoilt_entry("step", None), r"state\[1\] has no 'step'"),
     "only a variance": (lambda file: file["state"].update({1: {"exp_avg_sq": torch.ones(5)}}), "no 'step'.*exp_avg_sq"),
     "only a master": (lambda file: file["state"].update({1: {"master_param": torch.ones(5)}}), "no 'step'.*master_p"),
-    "group count": (lambda file: file["param_groups"].append(file["param_groups"][0]), "different number"),
-    "group size": (lambda file: file["param_groups"][0]["params"].pop(), "doesn't match the size"),
+    "state is a list": (lambda file: file.update(state=[]), "'state' of the loaded .* must be a dict, got list"),
+    "state is None": (lambda file: file.update(state=None), "'state' of the loaded .* must be a dict, got NoneType"),
+    "groups are a dict": (lambda file: file.update(param_groups={}), "'param_groups' of .* must be a list, got dict"),
+    "group is None": (lambda file: file["param_groups"].append(None), r"param_groups\[2\] .* must be a dict, got None"),
+    "no params": (without("param_groups", 1, "params"), r"param_groups\[1\] of the loaded state dict has no 'params'"),
+    "group count": (
+        lambda file: file["param_groups"].append(file["param_groups"][0]),
+        r"different number of parameter groups: 3, the optimizer 2\. Build the optimizer with the groups",
+    ),
+    "group size": (
+        lambda file: file["param_groups"][1]["params"].append(3),
+        r"doesn't match the size of optimizer's group: param_groups\[1\] has 2 parameters, the optimizer's 1\. Build",
+    ),
     "newer": (lambda file: newer(file["param_groups"][1]), r"\[1\] .* luminav 1\.5 or newer.* \(version '1\.5\.3'\)"),
     "bad option": (lambda file: file["param_groups"][1].update(tau=-1.0), "tau must be > 0 and finite, got -1.0"),
     "bad mode": (lambda file: file["param_groups"][1].update(master_weights="fp8"), "master_weights must be one of"),
@@ -355,6 +366,29 @@ def test_a_spoilt_file_is_refused_and_changes_nothing(fault: str) -> None:
     for one, its in ((optimizer, params), (untouched, untouched_params)):
         take_steps(one, its, range(4, 6))
     assert_same_state(state_of(optimizer, params), state_of(untouched, untouched_params))
+
+
+@pytest.mark.parametrize("value", [None, "checkpoint.pt", b"", 3, [], torch.ones(2)], ids=lambda v: type(v).__name__)
+def test_what_is_no_state_dict_is_refused(value: Any) -> None:
+    """The name of a file among it. A list and a tensor would come as far as torch's own checks."""
+    optimizer = LuminaV([parameter(torch.ones(2))])
+    name = type(value).__name__
+    message = rf"state_dict must be a dict .*, got {name}\. Read a file first: torch\.load\(path\)"
+    with pytest.raises(TypeError, match=message):
+        optimizer.load_state_dict(value)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: value)
+    if value is not None:  # which says that the hook has changed its argument
+        with pytest.raises(TypeError, match=message):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_file_of_one_group_for_an_optimizer_of_two_names_the_way_out() -> None:
+    model = nn.Linear(3, 2)
+    file = LuminaV(model.parameters()).state_dict()
+    optimizer = LuminaV(param_groups(model))
+    with pytest.raises(ValueError, match=r"groups: 1, the optimizer 2\. .*luminav\.param_groups\(model\) makes up to"):
+        optimizer.load_state_dict(file)
+    LuminaV(model.parameters()).load_state_dict(file)
 
 
 @pytest.mark.parametrize("entry", [{}, {"scratch": torch.zeros(5), "buf_count": 2}, {"theirs": 1}, {"step": 0}])

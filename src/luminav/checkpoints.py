@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,22 +48,39 @@ class Sealed:
     entry: Any
 
 
-def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
+def seal(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file for our own `groups`."""
+    check_is_dict(state_dict)
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
             f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer. Pass the part of the "
             "checkpoint that optimizer.state_dict() gave."
         )
+    for key, kind, wanted in (("state", Mapping, "dict"), ("param_groups", Sequence, "list")):
+        if not isinstance(state_dict[key], kind) or isinstance(state_dict[key], str):
+            got = type(state_dict[key]).__name__
+            raise ValueError(f"{key!r} of the loaded state dict must be a {wanted}, got {got}. Is the file damaged?")
     for number, group in enumerate(state_dict["param_groups"]):
         _check_writer(group, f"param_groups[{number}] of the loaded state dict")
+    _check_sizes(state_dict["param_groups"], groups)
     sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": sealed}
 
 
+def check_is_dict(state_dict: Any) -> None:
+    """Refuse what is no state dict, as the name of a file: TypeError."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict must be a dict that optimizer.state_dict() gave, got {type(state_dict).__name__}. Read a file "
+            "first: torch.load(path), and pass the optimizer's part of it."
+        )
+
+
 def _check_writer(group: Any, where: str) -> None:
     """Refuse a group of a file that no version wrote whose moments and options mean what ours do."""
+    if not isinstance(group, Mapping):
+        raise ValueError(f"{where} must be a dict, got {type(group).__name__}. Is the file damaged?")
     if "centered_defect" in group or ("lam" in group and "alpha_ss" not in group):  # `lam` alone may be anybody's
         raise ValueError(
             f"{where} was written by the public luminav 1.5 or newer, now luminamoon "
@@ -76,6 +93,28 @@ def _check_writer(group: Any, where: str) -> None:
             f"{where} has no 'tau': it was not written by LuminaV. Its moments mean something else, so start from "
             "fresh state instead."
         )
+    if "params" not in group:
+        raise ValueError(f"{where} has no 'params', which say whose state is whose. Is the file damaged?")
+
+
+def _check_sizes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups of other sizes, as torch does, in its words, and with a way out."""
+    theirs, ours = ([len(group["params"]) for group in its] for its in (saved, groups))
+    if len(theirs) != len(ours):
+        wrong = f"has a different number of parameter groups: {len(theirs)}, the optimizer {len(ours)}"
+    elif theirs != ours:
+        number = next(number for number, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
+        wrong = (
+            "contains a parameter group that doesn't match the size of optimizer's group: "
+            f"param_groups[{number}] has {theirs[number]} parameters, the optimizer's {ours[number]}"
+        )
+    else:
+        return
+    raise ValueError(
+        f"loaded state dict {wrong}. Build the optimizer with the groups that it had when the file was saved: "
+        "luminav.param_groups(model) makes up to two, model.parameters() is one; frozen parameters count only in the "
+        "latter."
+    )
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.checkpoints import (
     Sealed,
+    check_is_dict,
     loaded_group,
     loaded_state,
     make_saveable,
@@ -296,11 +297,13 @@ class LuminaV(Optimizer):
             state_dict: What :meth:`state_dict` returned. Not changed.
 
         Raises:
+            TypeError: `state_dict` is no dict.
             ValueError: The groups or shapes do not fit, a tensor is missing or holds what no run saves (NaN, a negative
                 variance), or another optimizer wrote the file; nothing has changed then.
         """
+        check_is_dict(state_dict)
         # Registered for this call only, so that it runs after the user's hooks, which may rewrite the file.
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seal(loaded))
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seal(loaded, self.param_groups))
         try:
             super().load_state_dict(state_dict)
         finally:

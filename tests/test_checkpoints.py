@@ -453,3 +453,54 @@ def test_empty_parameters_have_no_entry_in_a_1_3_file() -> None:
     assert params[1] not in optimizer.state
     take_steps(optimizer, params, range(2))
     assert int(optimizer.state[params[0]]["step"]) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=dtype_name)
+def test_an_overflown_variance_of_a_1_3_file_is_the_largest_one(dtype: torch.dtype) -> None:
+    """There it becomes infinite, and stays: no step would move the weight again. Ours saturates, so a file of ours
+    that has one is damaged."""
+    file, reference = file_1_3(normal((40,), 0), 5, dtype)
+    file["state"][0]["exp_avg_sq"][3] = float("inf")
+    param = parameter(reference.weight, dtype)
+    optimizer = LuminaV([param])
+    optimizer.load_state_dict(through_a_file(file))
+    assert float(optimizer.state[param]["exp_avg_sq"][3]) == torch.finfo(dtype).max
+    file["state"][0]["exp_avg_sq"][3] = float("nan")
+    with pytest.raises(ValueError, match="'exp_avg_sq' must be finite and >= 0, but holds nan"):
+        optimizer.load_state_dict(through_a_file(file))
+
+
+# ---- files of the public package from 1.5 on -----------------------------------------------------------------------
+
+
+def file_1_5(buffer: int) -> dict[str, Any]:
+    """As luminamoon 1.0.6, which luminav 1.5.3 is a name for, saves it after a step of a 4 by 4 parameter."""
+    group = {
+        "lr": 0.0008, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.08, "tau": 0.8, "lam": 0.3,
+        "cautious": True, "cautious_clamp_min": 0.5, "buffer": buffer, "centered_defect": False,
+        "stochastic_rounding": True, "bound": True, "bound_type": 2, "bound_ratio": 0.05, "master_weights": 0,
+        "execution": 0, "fused_single_pass": True, "ema_decay": 0.8, "fsdp_sync": False, "seed": 1337,
+        "version": "1.5.3", "params": [0],
+    }  # fmt: skip
+    entry = {"step": 1, "scratch": torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0]), "exp_avg": torch.full((4, 4), 0.1)}
+    if buffer == 2:
+        entry["exp_avg_sq"] = torch.full((4, 4), 8e-4)
+    return {"state": {0: {**entry, "buf_count": buffer}}, "param_groups": [group]}
+
+
+@pytest.mark.parametrize("before", ["", "alpha_ss"])
+@pytest.mark.parametrize("buffer", [1, 2])
+def test_a_file_of_1_5_is_refused_by_name_with_a_way_out(buffer: int, before: str) -> None:
+    """Also where that package went on from a file of 1.3.x, whose options it keeps beside its own."""
+    param = parameter(torch.ones(4, 4))
+    optimizer, file = LuminaV([param]), through_a_file(file_1_5(buffer))
+    if before:
+        file["param_groups"][0][before] = 0.5
+    message = (
+        r"param_groups\[0\] of the loaded state dict was written by the public luminav 1\.5 or newer, now luminamoon "
+        r"\(version '1\.5\.3'\).* Files of luminav 1\.3\.x and of this package load\. Load the model's weights only "
+        r"and start from fresh state, or finish the run with that package\."
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(file)
+    assert not optimizer.state and optimizer.param_groups[0]["bound_type"] == "radial"

@@ -195,6 +195,7 @@ LEVELS = {
     "engines": 2,
     "state": 3,  # these serve the optimizer
     "checkpoints": 3,
+    "extents": 3,
     "pending": 3,
     "works": 3,
     "custody": 3,

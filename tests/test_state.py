@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from runs import all_modes, assert_same_state, file_size, new_params, state_of, 
 from support import ENGINES, SIXTEEN_BIT, dtype_name, normal, parameter
 from torch import Tensor, nn
 
-from luminav import LuminaV
+from luminav import LuminaV, param_groups
 from luminav.state import STATE
 
 # ---- what is kept --------------------------------------------------------------------------------------------------
@@ -252,6 +253,13 @@ def spoilt_entry(key: str, value: Any) -> Spoil:
     return spoil
 
 
+def spoilt_element(key: str, value: float) -> Spoil:
+    def spoil(file: dict[str, Any]) -> None:
+        file["state"][1][key].view(-1)[-1] = value
+
+    return spoil
+
+
 def without(*path: Any) -> Spoil:
     def spoil(file: dict[str, Any]) -> None:
         inner: Any = file
@@ -260,6 +268,13 @@ def without(*path: Any) -> Spoil:
         del inner[path[-1]]
 
     return spoil
+
+
+def newer(group: dict[str, Any]) -> None:
+    """Make of a group one as luminav 1.5.3, a name for luminamoon, writes it."""
+    del group["alpha_ss"]
+    group |= {"lam": 0.3, "centered_defect": False, "bound_type": 2, "master_weights": 0, "execution": 0}
+    group["version"] = "1.5.3"
 
 
 SPOILT: dict[str, tuple[Spoil, str]] = {
@@ -272,6 +287,18 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "list of remainders": (spoilt_entry("master_remainder", [0] * 5), "'master_remainder' must be .* got list"),
     "no exp_avg": (without("state", 1, "exp_avg"), r"state\[1\] has no 'exp_avg'"),
     "no exp_avg_sq": (without("state", 1, "exp_avg_sq"), "no 'exp_avg_sq', which buffer=2 of its group needs"),
+    "nan exp_avg": (
+        spoilt_element("exp_avg", math.nan),
+        r"state\[1\]: 'exp_avg' must be finite, but holds nan. Is the",
+    ),
+    "infinite exp_avg": (spoilt_element("exp_avg", math.inf), "'exp_avg' must be finite, but holds inf"),
+    "infinite negative exp_avg": (spoilt_element("exp_avg", -math.inf), "'exp_avg' must be finite, but holds -inf"),
+    "nan exp_avg_sq": (spoilt_element("exp_avg_sq", math.nan), "'exp_avg_sq' must be finite and >= 0, but holds nan"),
+    "negative exp_avg_sq": (spoilt_element("exp_avg_sq", -0.5), "'exp_avg_sq' must be finite and >= 0, but holds -0.5"),
+    "infinite exp_avg_sq": (spoilt_element("exp_avg_sq", math.inf), "'exp_avg_sq' must be .* but holds inf"),
+    "nan cautious_scale": (spoilt_element("cautious_scale", math.nan), "'cautious_scale' must be .* but holds nan"),
+    "negative bound_scale": (spoilt_element("bound_scale", -1.0), "'bound_scale' must be .* but holds -1"),
+    "infinite bound_scale": (spoilt_element("bound_scale", math.inf), "'bound_scale' must be .* but holds inf"),
     "negative step": (spoilt_entry("step", -1), "'step' must be a whole number >= 0, got -1"),
     "half a step": (spoilt_entry("step", 2.5), "'step' must be a whole number"),
     "nan step": (spoilt_entry("step", float("nan")), "'step' must be a whole number"),
@@ -286,8 +313,27 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "entry is a tensor": (lambda file: file["state"].update({1: torch.zeros(5)}), r"state\[1\] must be a dict"),
     "no state": (without("state"), "no 'state'"),
     "no groups": (without("param_groups"), "no 'param_groups'"),
-    "group count": (lambda file: file["param_groups"].append(file["param_groups"][0]), "different number"),
-    "group size": (lambda file: file["param_groups"][0]["params"].pop(), "doesn't match the size"),
+    "no step": (
+        without("state", 1, "step"),
+        r"state\[1\] has no 'step', without .* 'exp_avg' .* Is the file damaged\?",
+    ),
+    "step is None": (spoilt_entry("step", None), r"state\[1\] has no 'step'"),
+    "only a variance": (lambda file: file["state"].update({1: {"exp_avg_sq": torch.ones(5)}}), "no 'step'.*exp_avg_sq"),
+    "only a master": (lambda file: file["state"].update({1: {"master_param": torch.ones(5)}}), "no 'step'.*master_p"),
+    "state is a list": (lambda file: file.update(state=[]), "'state' of the loaded .* must be a dict, got list"),
+    "state is None": (lambda file: file.update(state=None), "'state' of the loaded .* must be a dict, got NoneType"),
+    "groups are a dict": (lambda file: file.update(param_groups={}), "'param_groups' of .* must be a list, got dict"),
+    "group is None": (lambda file: file["param_groups"].append(None), r"param_groups\[2\] .* must be a dict, got None"),
+    "no params": (without("param_groups", 1, "params"), r"param_groups\[1\] of the loaded state dict has no 'params'"),
+    "group count": (
+        lambda file: file["param_groups"].append(file["param_groups"][0]),
+        r"different number of parameter groups: 3, the optimizer 2\. Build the optimizer with the groups",
+    ),
+    "group size": (
+        lambda file: file["param_groups"][1]["params"].append(3),
+        r"doesn't match the size of optimizer's group: param_groups\[1\] has 2 parameters, the optimizer's 1\. Build",
+    ),
+    "newer": (lambda file: newer(file["param_groups"][1]), r"\[1\] .* luminav 1\.5 or newer.* \(version '1\.5\.3'\)"),
     "bad option": (lambda file: file["param_groups"][1].update(tau=-1.0), "tau must be > 0 and finite, got -1.0"),
     "bad mode": (lambda file: file["param_groups"][1].update(master_weights="fp8"), "master_weights must be one of"),
 }
@@ -320,6 +366,122 @@ def test_a_spoilt_file_is_refused_and_changes_nothing(fault: str) -> None:
     for one, its in ((optimizer, params), (untouched, untouched_params)):
         take_steps(one, its, range(4, 6))
     assert_same_state(state_of(optimizer, params), state_of(untouched, untouched_params))
+
+
+@pytest.mark.parametrize("value", [None, "checkpoint.pt", b"", 3, [], torch.ones(2)], ids=lambda v: type(v).__name__)
+def test_what_is_no_state_dict_is_refused(value: Any) -> None:
+    """The name of a file among it. A list and a tensor would come as far as torch's own checks."""
+    optimizer = LuminaV([parameter(torch.ones(2))])
+    name = type(value).__name__
+    message = rf"state_dict must be a dict .*, got {name}\. Read a file first: torch\.load\(path\)"
+    with pytest.raises(TypeError, match=message):
+        optimizer.load_state_dict(value)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: value)
+    if value is not None:  # which says that the hook has changed its argument
+        with pytest.raises(TypeError, match=message):
+            optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_a_file_of_one_group_for_an_optimizer_of_two_names_the_way_out() -> None:
+    model = nn.Linear(3, 2)
+    file = LuminaV(model.parameters()).state_dict()
+    optimizer = LuminaV(param_groups(model))
+    with pytest.raises(ValueError, match=r"groups: 1, the optimizer 2\. .*luminav\.param_groups\(model\) makes up to"):
+        optimizer.load_state_dict(file)
+    LuminaV(model.parameters()).load_state_dict(file)
+
+
+@pytest.mark.parametrize("entry", [{}, {"scratch": torch.zeros(5), "buf_count": 2}, {"theirs": 1}, {"step": 0}])
+def test_an_entry_without_moments_needs_no_step(entry: dict[str, Any]) -> None:
+    param = parameter(torch.ones(2))
+    optimizer = LuminaV([param])
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert not optimizer.state
+
+
+def test_another_framework_s_keys_make_no_newer_file() -> None:
+    param = parameter(torch.ones(2))
+    optimizer = LuminaV([param])
+    file = optimizer.state_dict()
+    file["param_groups"][0] |= {"lam": 2.0, "version": "1.5.3"}
+    optimizer.load_state_dict(file)
+    assert optimizer.param_groups[0]["lam"] == 2.0
+
+
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("options", [{}, {"buffer": 1}, {"master_weights": "full"}], ids=str)
+@pytest.mark.parametrize("number", [0, 1234, 4095])
+def test_a_damaged_moment_is_refused_wherever_it_is(number: int, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Before anything changes: the one element would become a NaN weight, with one RMS per tensor all of them."""
+    param = parameter(normal((64, 64), 0), dtype, "transposed")
+    optimizer = LuminaV([param], **options)
+    take_steps(optimizer, [param], range(2))
+    before = state_of(optimizer, [param])
+    for key in {"exp_avg", "exp_avg_sq"} & optimizer.state[param].keys():
+        file = through_a_file(optimizer.state_dict())
+        file["state"][0][key][number // 64, number % 64] = math.nan
+        with pytest.raises(ValueError, match=rf"state\[0\]: '{key}' must be finite.*, but holds nan"):
+            optimizer.load_state_dict(file)
+        assert_same_state(state_of(optimizer, [param]), before)
+
+
+@pytest.mark.parametrize("name", all_modes())
+@pytest.mark.parametrize("dtype", support.DTYPES, ids=dtype_name)
+def test_what_the_wildest_run_saves_is_loaded(dtype: torch.dtype, name: str) -> None:
+    """Moments saturate: gradients at the ends of their range, NaN and infinite ones, and weights that are NaN."""
+    options, params = all_modes()[name], [parameter(torch.ones(64, 64), dtype), parameter(torch.ones(()), dtype)]
+    with torch.no_grad():
+        params[0][0, 0] = math.nan
+    optimizer = LuminaV(params, **options)
+    largest = torch.finfo(dtype).max
+    wild = torch.tensor([largest, -largest, largest, math.nan, math.inf, -math.inf, 0.0, 1.0], dtype=dtype)
+    for step in range(8):
+        for param in params:
+            param.grad = wild.roll(step % 3).repeat(512)[: param.numel()].view(param.shape)
+        optimizer.step()
+    reader = LuminaV(params, split_master_weights=options.get("split_master_weights", True))
+    reader.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert_same_state(state_of(reader, params), state_of(optimizer, params))
+    assert params[0].isnan().sum() == 1 and params[1].isfinite()
+
+
+def test_the_ends_of_the_range_are_loaded() -> None:
+    """Largest moments of either sign, and a variance that is −0."""
+    param, largest = parameter(torch.ones(2), torch.bfloat16), torch.finfo(torch.bfloat16).max
+    optimizer = LuminaV([param])
+    entry = {"step": 3, "exp_avg": torch.tensor([largest, -largest]), "exp_avg_sq": torch.tensor([largest, -0.0])}
+    optimizer.load_state_dict({"state": {0: entry}, "param_groups": optimizer.state_dict()["param_groups"]})
+    assert optimizer.state[param]["exp_avg"].tolist() == [largest, -largest]
+    assert optimizer.state[param]["exp_avg_sq"].tolist() == [largest, 0.0]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=dtype_name)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_master_that_is_not_finite_does_not_reach_its_weight(value: float, dtype: torch.dtype) -> None:
+    """It is loaded, since its weight may be so too; where that is finite, the master begins there anew."""
+    options = {"master_weights": "semi", "split_master_weights": False, "weight_decay": 0.0}
+    param = parameter(torch.tensor([1.0, 2.0]), dtype)
+    optimizer = LuminaV([param], **options)
+    take_steps(optimizer, [param], range(1))
+    file = through_a_file(optimizer.state_dict())
+    file["state"][0]["master_param"][0] = value
+    with torch.no_grad():
+        param.copy_(torch.tensor([1.0, 2.0]))
+    optimizer.load_state_dict(file)
+    param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["betas"] = (0.0, 0.999)  # no momentum: nothing moves
+    optimizer.step()
+    assert param.tolist() == [1.0, 2.0] and optimizer.state[param]["master_param"].tolist()[0] == 1.0
+
+
+def test_state_on_the_meta_device_is_loaded_unread() -> None:
+    param = parameter(normal((4, 4), 0))
+    optimizer = LuminaV([param])
+    take_steps(optimizer, [param], range(1))
+    empty = nn.Parameter(torch.empty(4, 4, device="meta"))
+    reader = LuminaV([empty])
+    reader.load_state_dict(optimizer.state_dict())
+    assert reader.state[empty]["exp_avg"].is_meta
 
 
 @pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])

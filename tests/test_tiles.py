@@ -304,6 +304,20 @@ def test_means_of_another_shape_are_refused(key: str) -> None:
         optimizer.load_state_dict(file)
 
 
+@pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg_sq_col"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_means_that_no_run_saves_are_refused(value: float, key: str) -> None:
+    param = parameter(normal((64, 128), 0), torch.bfloat16)
+    optimizer = LuminaV([param], **TILES)
+    param.grad = normal((64, 128), 1, dtype=torch.bfloat16)
+    optimizer.step()
+    file, before = through_a_file(optimizer.state_dict()), state_of(optimizer, [param])
+    file["state"][0][key].view(-1)[70] = value
+    with pytest.raises(ValueError, match=rf"state\[0\]: '{key}' must be finite and >= 0, but holds {value:g}"):
+        optimizer.load_state_dict(file)
+    assert_same_state(state_of(optimizer, [param]), before)
+
+
 @pytest.mark.parametrize("shape", [(130, 128), (1, 4096), (65, 64)], ids=str)
 def test_a_switch_and_back_keeps_the_variance(shape: tuple[int, ...]) -> None:
     """A variance of rank 1 per tile spreads to every element, and these have its means."""

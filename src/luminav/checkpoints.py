@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from luminav.blocks import BLOCK, LARGEST_SCALE, CodeFormat, in_blocks
+from luminav.blocks import in_blocks
 from luminav.distributed import is_dtensor, local, placed_like
 from luminav.hyperparameters import OPTIONS, Options, meant_option
-from luminav.rule import SMALLEST_MEAN
+from luminav.rounding import largest_finite
 from luminav.state import (
     MOMENTS,
     NO_COLUMN_MEANS,
@@ -48,22 +48,73 @@ class Sealed:
     entry: Any
 
 
-def seal(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file of this optimizer."""
+def seal(state_dict: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A copy of `state_dict` with the parameters' entries sealed. Checks that it is a file for our own `groups`."""
+    check_is_dict(state_dict)
     missing = [key for key in ("state", "param_groups") if key not in state_dict]
     if missing:
         raise ValueError(
             f"the loaded state dict has no {missing[0]!r}: it is not that of an optimizer. Pass the part of the "
             "checkpoint that optimizer.state_dict() gave."
         )
+    for key, kind, wanted in (("state", Mapping, "dict"), ("param_groups", Sequence, "list")):
+        if not isinstance(state_dict[key], kind) or isinstance(state_dict[key], str):
+            got = type(state_dict[key]).__name__
+            raise ValueError(f"{key!r} of the loaded state dict must be a {wanted}, got {got}. Is the file damaged?")
     for number, group in enumerate(state_dict["param_groups"]):
-        if "tau" not in group:
-            raise ValueError(
-                f"param_groups[{number}] of the loaded state dict has no 'tau': it was not written by LuminaV. Its "
-                "moments mean something else, so start from fresh state instead."
-            )
+        _check_writer(group, f"param_groups[{number}] of the loaded state dict")
+    _check_sizes(state_dict["param_groups"], groups)
     sealed = {key: Sealed(entry) for key, entry in state_dict["state"].items()}
     return {**state_dict, "state": sealed}
+
+
+def check_is_dict(state_dict: Any) -> None:
+    """Refuse what is no state dict, as the name of a file: TypeError."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict must be a dict that optimizer.state_dict() gave, got {type(state_dict).__name__}. Read a file "
+            "first: torch.load(path), and pass the optimizer's part of it."
+        )
+
+
+def _check_writer(group: Any, where: str) -> None:
+    """Refuse a group of a file that no version wrote whose moments and options mean what ours do."""
+    if not isinstance(group, Mapping):
+        raise ValueError(f"{where} must be a dict, got {type(group).__name__}. Is the file damaged?")
+    if "centered_defect" in group or ("lam" in group and "alpha_ss" not in group):  # `lam` alone may be anybody's
+        raise ValueError(
+            f"{where} was written by the public luminav 1.5 or newer, now luminamoon "
+            f"(version {group.get('version')!r}): its rule and its options are others. "
+            "Files of luminav 1.3.x and of this package load. Load the model's weights only and start from fresh "
+            "state, or finish the run with that package."
+        )
+    if "tau" not in group:
+        raise ValueError(
+            f"{where} has no 'tau': it was not written by LuminaV. Its moments mean something else, so start from "
+            "fresh state instead."
+        )
+    if "params" not in group:
+        raise ValueError(f"{where} has no 'params', which say whose state is whose. Is the file damaged?")
+
+
+def _check_sizes(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse groups of other sizes, as torch does, in its words, and with a way out."""
+    theirs, ours = ([len(group["params"]) for group in its] for its in (saved, groups))
+    if len(theirs) != len(ours):
+        wrong = f"has a different number of parameter groups: {len(theirs)}, the optimizer {len(ours)}"
+    elif theirs != ours:
+        number = next(number for number, pair in enumerate(zip(theirs, ours, strict=True)) if pair[0] != pair[1])
+        wrong = (
+            "contains a parameter group that doesn't match the size of optimizer's group: "
+            f"param_groups[{number}] has {theirs[number]} parameters, the optimizer's {ours[number]}"
+        )
+    else:
+        return
+    raise ValueError(
+        f"loaded state dict {wrong}. Build the optimizer with the groups that it had when the file was saved: "
+        "luminav.param_groups(model) makes up to two, model.parameters() is one; frozen parameters count only in the "
+        "latter."
+    )
 
 
 @torch.no_grad()
@@ -195,7 +246,7 @@ def loaded_state(
     if not isinstance(entry, Mapping):
         raise ValueError(f"{where} must be a dict of tensors, got {type(entry).__name__}.")
     entry = _migrate_1_3({key: value for key, value in entry.items() if not isinstance(value, Mapping)}, options)
-    step = _step_count(entry.get("step"), where)
+    step = _step_count(entry, where)
     if step == 0:
         return None
     state: ParamState = {"step": torch.tensor(step, device=param.device if step_on_device else "cpu")}
@@ -224,17 +275,15 @@ def loaded_state(
                 "damaged?"
             )
         state[kind.key] = _private_copy(value, param, kind, dtype, where, empty)
-    if "exp_avg_sq_col" in state and _lacks_columns(local(state["exp_avg_sq"]), local(state["exp_avg_sq_col"])):
-        raise ValueError(NO_COLUMN_MEANS.format(where))  # what reads files into other state has left out the one half
-    for key, form in MOMENTS:
-        if f"{key}_scale" in state and state[key].dtype == torch.uint8:
-            _check_scales(state[f"{key}_scale"], state[key], key, form, where)
+    if "exp_avg_sq" in state and not says_bits:
+        _saturate(local(state["exp_avg_sq"]))
     return state
 
 
-def _lacks_columns(rows: Tensor, columns: Tensor) -> bool:
-    """Whether all column means of tiles are 0 and the row means say otherwise; tiny ones round to 0 before these do."""
-    return bool((rows > SMALLEST_MEAN).any()) and not bool(columns.any())
+def _saturate(exp_avg_sq: Tensor) -> None:
+    """The variance of 1.3.x may have overflown; ours saturates, and where it is infinite a weight never moves again."""
+    if exp_avg_sq.is_floating_point():
+        exp_avg_sq.clamp_(max=largest_finite(exp_avg_sq.dtype))
 
 
 def _form_of(
@@ -254,14 +303,6 @@ def _form_of(
         dtype = moment_dtype(param, options)
         return dtype, functools.partial(zeros_like_param, param, dtype)
     return dtype, functools.partial(kind.first, param, options)
-
-
-def _check_scales(scales: Tensor, codes: Tensor, key: str, form: CodeFormat, where: str) -> None:
-    """Refuse scales that no block of codes can have: NaN or infinity would come of them, and stay."""
-    exponents, lowest = local(scales).view(-1), form.smallest_scale
-    impossible = (exponents < lowest) | (exponents > LARGEST_SCALE)
-    if bool((impossible & local(codes).reshape(-1, BLOCK).any(1)).any()):
-        raise ValueError(f"{where}: '{key}_scale' must be in [{lowest}, {LARGEST_SCALE}]. Is the file damaged?")
 
 
 def _holds_codes(value: Any, param: Tensor, options: Options) -> bool:
@@ -305,16 +346,20 @@ def _private_copy(
             "Is the file from another model, or are the parameters in another order?"
         )
     value = saturated(value.detach(), dtype)
-    if not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
+    if value.dtype != dtype and not dtype.is_floating_point and bool((value.to(torch.int64).to(dtype) != value).any()):
         raise ValueError(f"{where}: {kind.key!r} must be within {dtype.itemsize * 8} bits. Is the file damaged?")
     if target is None:
         return value.reshape(()).to(device=param.device, dtype=dtype, copy=True)
     return target.copy_(placed_like(value, target))
 
 
-def _step_count(step: Any, where: str) -> int:
-    """`step` may be an int, a float or a one-element tensor of any dtype; a missing one is 0."""
+def _step_count(entry: Mapping[str, Any], where: str) -> int:
+    """`step` may be an int, a float or a one-element tensor of any dtype; 0 where an entry holds nothing at all."""
+    step = entry.get("step")
     if step is None:
+        held = [key for key in (*MOMENT_KEYS, *MASTER_FORMS) if entry.get(key) is not None]
+        if held:
+            raise ValueError(f"{where} has no 'step', without which its {held[0]!r} says little. Is the file damaged?")
         return 0
     number = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
     if not isinstance(number, (int, float)) or not 0 <= number < STEP_LIMIT or number != int(number):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from luminav.checkpoints import (
     Sealed,
+    check_is_dict,
     loaded_group,
     loaded_state,
     make_saveable,
@@ -23,6 +24,7 @@ from luminav.checkpoints import (
 )
 from luminav.diagnostics import Report, watching
 from luminav.engines import counts_on_device
+from luminav.extents import check_values
 from luminav.hyperparameters import OPTIONS, Options, naming_unknown_options
 from luminav.modes import ordinary_mode
 from luminav.param_groups import check_model, num_foreign
@@ -295,11 +297,13 @@ class LuminaV(Optimizer):
             state_dict: What :meth:`state_dict` returned. Not changed.
 
         Raises:
-            ValueError: The groups or shapes do not fit, a tensor is missing, or another optimizer wrote the file;
-                nothing has changed then.
+            TypeError: `state_dict` is no dict.
+            ValueError: The groups or shapes do not fit, a tensor is missing or holds what no run saves (NaN, a negative
+                variance), or another optimizer wrote the file; nothing has changed then.
         """
+        check_is_dict(state_dict)
         # Registered for this call only, so that it runs after the user's hooks, which may rewrite the file.
-        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seal(loaded))
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seal(loaded, self.param_groups))
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -324,19 +328,19 @@ class LuminaV(Optimizer):
             for number, (saved, current) in enumerate(zip(loaded["param_groups"], self.param_groups, strict=True))
         ]
         state: defaultdict[Tensor, Any] = defaultdict(dict)  # as the base class keeps it
-        index = 0
+        names: dict[Tensor, str] = {}
         for saved, group in zip(loaded["param_groups"], groups, strict=True):
             options, says_bits = Options.from_group(group), "state_bits" in saved
             for param in group["params"]:
-                sealed = loaded["state"].get(param)
+                sealed, names[param] = loaded["state"].get(param), f"state[{len(names)}]"
                 if isinstance(sealed, Sealed):
                     on_device = options.capturable or counts_on_device(options.execution, param.device)
                     entry = loaded_state(
-                        sealed.entry, param, options, f"state[{index}]", step_on_device=on_device, says_bits=says_bits
+                        sealed.entry, param, options, names[param], step_on_device=on_device, says_bits=says_bits
                     )
                     if entry is not None:
                         state[param] = entry
-                index += 1
+        check_values(state, names)
         report_dropped([key for key in loaded["state"] if not isinstance(key, Tensor)])
         report_missing_masters(state, groups)
         return {**loaded, "state": state, "param_groups": groups}

@@ -7,6 +7,7 @@ it. Everything in it reaches a checkpoint, and nothing else does.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ from luminav.blocks import (
     BLOCK,
     EXP_AVG_FORMAT,
     EXP_AVG_SQ_FORMAT,
+    LARGEST_SCALE,
     PANEL_ROWS,
     block_shape,
     decode,
@@ -83,6 +85,10 @@ def tile_mean_dtype(param: Tensor, options: Options) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.bfloat16
 
 
+FINITE = (-sys.float_info.max, sys.float_info.max)
+NOT_NEGATIVE = (0.0, sys.float_info.max)
+
+
 @dataclass(frozen=True)
 class StateTensor:
     """One kind of state."""
@@ -100,6 +106,8 @@ class StateTensor:
     """Whether there is one element per block."""
     per_column: bool = False
     """Whether there is one element per column of a panel."""
+    limits: tuple[float, float] | None = None
+    """Between which values steps keep it, whatever the gradients: moments saturate. None if it may hold anything."""
 
     def first(self, param: Tensor, options: Options) -> Tensor:
         """Its first value, or zeros where the first exact step makes that."""
@@ -155,7 +163,12 @@ STATE: tuple[StateTensor, ...] = (
         per_tensor=True,
     ),
     StateTensor(
-        "exp_avg", "momentum m", wanted=lambda param, options: True, dtype=exp_avg_dtype, start=zeros_like_param
+        "exp_avg",
+        "momentum m",
+        wanted=lambda param, options: True,
+        dtype=exp_avg_dtype,
+        start=zeros_like_param,
+        limits=FINITE,
     ),
     StateTensor(
         "exp_avg_scale",
@@ -164,6 +177,7 @@ STATE: tuple[StateTensor, ...] = (
         dtype=lambda param, options: torch.uint8,
         start=zeros_like_param,
         per_block=is_coded,
+        limits=(EXP_AVG_FORMAT.smallest_scale, LARGEST_SCALE),
     ),
     StateTensor(
         "exp_avg_sq",
@@ -172,6 +186,7 @@ STATE: tuple[StateTensor, ...] = (
         dtype=exp_avg_sq_dtype,
         start=zeros_like_param,
         per_block=has_block_variance,
+        limits=NOT_NEGATIVE,
     ),
     StateTensor(
         "exp_avg_sq_col",
@@ -180,6 +195,7 @@ STATE: tuple[StateTensor, ...] = (
         dtype=tile_mean_dtype,
         start=zeros_like_param,
         per_column=True,
+        limits=NOT_NEGATIVE,
     ),
     StateTensor(
         "exp_avg_sq_scale",
@@ -188,6 +204,7 @@ STATE: tuple[StateTensor, ...] = (
         dtype=lambda param, options: torch.uint8,
         start=zeros_like_param,
         per_block=is_coded,
+        limits=(EXP_AVG_SQ_FORMAT.smallest_scale, LARGEST_SCALE),
     ),
     StateTensor(
         "master_param",
@@ -210,6 +227,7 @@ STATE: tuple[StateTensor, ...] = (
         dtype=lambda param, options: torch.float32,
         start=None,
         per_tensor=True,
+        limits=NOT_NEGATIVE,
     ),
     StateTensor(
         "bound_scale",
@@ -218,8 +236,10 @@ STATE: tuple[StateTensor, ...] = (
         dtype=lambda param, options: torch.float32,
         start=None,
         per_tensor=True,
+        limits=NOT_NEGATIVE,  # 1.3.x rounds some a little above 1
     ),
 )  # fmt: skip
+KINDS = {kind.key: kind for kind in STATE}
 
 
 def kept_tensors(state: ParamState) -> list[Tensor]:
@@ -320,9 +340,8 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
 
     Codes and means are rounded to nearest here.
     """
-    kinds = {kind.key: kind for kind in STATE}
     for key, form in MOMENTS:
-        value, kind = state.get(key), kinds[key]
+        value, kind = state.get(key), KINDS[key]
         if not isinstance(value, Tensor) or not kind.wanted(param, options):
             continue
         coded = kind.dtype(param, options) == torch.uint8
@@ -342,7 +361,7 @@ def reform_moments(state: ParamState, param: Tensor, options: Options) -> None:
         state[key] = fresh = kind.first(param, options)
         if coded:
             codes, scales = encode(saturated(dense, torch.float32).to(torch.float32), form, None)
-            state[f"{key}_scale"] = kinds[f"{key}_scale"].first(param, options)
+            state[f"{key}_scale"] = KINDS[f"{key}_scale"].first(param, options)
             local(state[f"{key}_scale"]).view(-1).copy_(scales)
             dense = codes
         elif per_block:

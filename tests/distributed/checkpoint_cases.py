@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
     StateDictType,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from luminav import LuminaV
 
@@ -163,6 +163,30 @@ def load_whole_directly(state: dict[str, Any], options: dict[str, Any], steps: r
     train(model, optimizer, steps)
     exported = {f"master.{name}": value.full_tensor() for name, value in optimizer.master_state_dict(model).items()}
     return result(model, optimizer) | exported
+
+
+def load_damaged(spoil: bool) -> str:
+    """Load a file of other placements, whose first moment has NaN in the rows of rank 0 where `spoil`; what came of it.
+
+    Afterwards the ranks meet once more: none is left behind in the redistribution of a later tensor.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(32.0).view(4, 8)
+    params = [nn.Parameter(sharded.placed(whole, mesh, (Shard(0),))) for _ in range(2)]
+    moments = [whole.clone() for _ in range(4)]
+    moments[0][0, 7] = float("nan") if spoil else 0.0
+    moved = [sharded.placed(moment, mesh, (Shard(1),)) for moment in moments]
+    optimizer = LuminaV(params)
+    file = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for number in range(2):
+        file["state"][number] = {"step": 3, "exp_avg": moved[2 * number], "exp_avg_sq": moved[2 * number + 1]}
+    try:
+        optimizer.load_state_dict(file)
+        outcome = str(len(optimizer.state))
+    except ValueError as error:
+        outcome = str(error)
+    dist.all_reduce(torch.zeros(1))
+    return outcome
 
 
 # ---- other ways to build -------------------------------------------------------------------------------------------

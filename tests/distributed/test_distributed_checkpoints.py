@@ -94,6 +94,12 @@ def test_unsharded_file_on_shards(tmp_path: Path) -> None:
         assert_equal(found, expected)
 
 
+def test_a_damaged_part_is_refused_where_it_is_and_nobody_waits(tmp_path: Path) -> None:
+    refused = "state[0]: 'exp_avg' must be finite, but holds nan. Is the file damaged?"
+    assert ranks.run(cases.load_damaged, 2, tmp_path, spoil=True) == [refused, "2"]
+    assert ranks.run(cases.load_damaged, 2, tmp_path, spoil=False) == ["2", "2"]
+
+
 @pytest.mark.parametrize("build", [cases.from_meta, cases.offloaded], ids=lambda f: f.__name__)
 def test_other_ways_to_build(build: Any, tmp_path: Path) -> None:
     """On the meta device first; with FSDP2's CPU offload policy."""

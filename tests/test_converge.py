@@ -82,7 +82,7 @@ def test_fine_tuning_moves_with_stochastic_rounding_and_stands_still_without(
     train(replace(run_of(corpus, "adamw-fp32", lr=4e-3), save=start), bench)
     recipe = replace(RECIPE, name="finetune", steps=30, warm_up=5, schedule="constant")
     shares: dict[str, list[float]] = {"luminav-none": [], "luminav-nearest": []}
-    for seed in range(4):
+    for seed in range(8):
         results = {
             name: train(replace(run_of(other, name, seed, recipe, lr=1e-5), start=start), bench)
             for name in ("luminav-fp32", *shares)
